@@ -1,5 +1,5 @@
-"""Errors that the user can fix. `cli.py` prints a UserError without a traceback and exits with code
-2."""
+"""Defines errors that the user can fix. `cli.py` prints a UserError without a traceback and exits
+with code 2."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class UnusableCheckpointError(DataError):
 
 
 class WeightVersionError(UserError):
-    """Raised if weights of another version than the expected version sampled a token."""
+    """Raised if weights of an unexpected version sampled a token."""
 
 
 class RewardFailureError(UserError):
@@ -72,7 +72,8 @@ class RewardFailureError(UserError):
 
 
 class NonFiniteError(UserError):
-    """Raised if a loss or gradient is not finite and the optimizer step was skipped."""
+    """Raised if the loss or gradient of several consecutive updates is not finite, or if an engine
+    computes log-probs that are not finite."""
 
 
 class GuardError(UserError):
@@ -80,7 +81,7 @@ class GuardError(UserError):
 
 
 class RollBack(Exception):
-    """Signal to resume a run from its newest checkpoint without some prompts.
+    """Signal to resume a run from its newest checkpoint and leave out some prompts.
 
     Args:
         step: step that caused the rollback.
@@ -97,7 +98,8 @@ class RollBack(Exception):
 
 
 def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:
-    """Returns the error for a name that is not in `known`, with the most similar known name."""
+    """Returns the error for a name that is not in `known`. The error suggests the most similar
+    known name."""
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1)
     fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
@@ -122,8 +124,8 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Describes one of pydantic's errors about a value in words. Keeps pydantic's message for
-    unknown kinds of errors."""
+    """Describes an error of pydantic about a value in words. Keeps pydantic's message if the kind
+    of error is unknown."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

@@ -1,10 +1,11 @@
-"""Recipes of published runs: their layers, the run that each reproduces, and the published values
-of its settings.
+"""Reads the recipes of published runs. A recipe has layers, the published run that the recipe
+reproduces, and the published values of the recipe's settings.
 
-`configs/recipes/index.yaml` composes a recipe from layers for method, lengths, model and cluster,
-or from another recipe and a set of changes. A configuration names a recipe as recipes/NAME.
-`configs/recipes/published.yaml` contains the published values by layer, each with its source and
-line. A recipe's value that differs from the published one comes with a reason.
+`configs/recipes/index.yaml` lists the recipes. A recipe consists of layers for method, lengths,
+model and cluster, or of another recipe and a set of changes. A configuration names a recipe as
+recipes/NAME. `configs/recipes/published.yaml` contains the published values by layer. Each
+published value has a source and a line in that source. If a recipe's value differs from the
+published value, `published.yaml` gives the reason.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ FOLDER = "recipes"
 class Recipe:
     """A row of the index.
 
-    layers: files of `configs/recipes`, lowest first, such as methods/stare.
-    settings: the recipe's own settings, above all layers.
+    layers: files of `configs/recipes`, such as methods/stare. Later layers override earlier layers.
+    settings: the recipe's own settings, which override all layers.
     reproduces: the published run, in words.
     result: the run's published results, with the marks of their sources.
-    over: name of the recipe that the layers are put on, if any.
+    over: name of the recipe that this recipe changes, if any.
     """
 
     name: str
@@ -53,8 +54,8 @@ class Recipe:
 class Published:
     """A published value of a setting.
 
-    setting: the dotted name of the setting. An entry in a list of sections is given by the entry's
-        name, as in eval.tasks.aime24.samples.
+    setting: the dotted name of the setting. In a list of sections, the name of an entry selects the
+        entry, as in eval.tasks.aime24.samples.
     source: a mark from the table `sources` of published.yaml, a colon, and the line or place in the
         source.
     here: the recipe's value, if the recipe's value differs from the published value.
@@ -74,7 +75,8 @@ class Published:
 
 
 def recipe_named(path: str | Path) -> str | None:
-    """Returns NAME of `recipes/NAME` or `configs/recipes/NAME.yaml`; None for any other path.
+    """Returns NAME for the path `recipes/NAME` or `configs/recipes/NAME.yaml`, and None for any
+    other path.
 
     Raises:
         ConfigError: the index has no such recipe. The message suggests similar names, or contains
@@ -123,7 +125,7 @@ def recipes() -> Mapping[str, Recipe]:
 
 
 def refused() -> Mapping[str, str]:
-    """Returns the published runs without a recipe, each with the reason."""
+    """Returns the published runs that have no recipe, with the reason for each run."""
     return dict(_index()["refused"])
 
 
@@ -136,7 +138,8 @@ def sources() -> Mapping[str, str]:
 def published(recipe: Recipe) -> list[Published]:
     """Returns the published values of a recipe's settings, sorted by setting.
 
-    The upper layer wins. A layer that names a method discards lower layers' `algorithm` settings.
+    A value of an upper layer overrides the values of lower layers. A layer that names a method
+    discards the `algorithm` settings of lower layers.
     """
     found = {row.setting: row for row in published(recipes()[recipe.over])} if recipe.over else {}
     for layer in [*recipe.layers, recipe.name]:
@@ -149,8 +152,8 @@ def published(recipe: Recipe) -> list[Published]:
 
 
 def value_of(tree: Mapping[str, Any], setting: str) -> Any:
-    """Returns the value of a dotted setting in a dumped configuration; None if a section that
-    contains it is null.
+    """Returns the value of a dotted setting in a dumped configuration. Returns None if a section
+    that contains the setting is null.
 
     Raises:
         KeyError: there is no such setting.

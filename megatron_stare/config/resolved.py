@@ -1,5 +1,5 @@
-"""The configuration of a run with its model and method resolved, read once and passed to all parts
-of the run."""
+"""Resolves the model shape and the method of a run's configuration. The result is made once and
+passed to all parts of the run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A configuration with the model shape and method that it names. Workers receive a pickled
-    copy."""
+    """A configuration, and the model shape and method that the configuration names. Workers receive
+    a pickled copy of a ResolvedRun."""
 
     config: Config
     shape: ModelShape  # of the policy and its reference; names the model family
@@ -30,8 +30,8 @@ def resolve_run(config: Config, *, published: bool = False) -> ResolvedRun:
     preflight.check checks the configuration.
 
     Args:
-        published: whether a shape shipped with the package may replace that of an absent model
-            (models.published_shape).
+        published: if true and the model is absent, a shape that ships with the package may replace
+            the model's shape (models.published_shape).
 
     Raises:
         DataError: the model cannot be read.

@@ -1,5 +1,5 @@
-"""Configuration sections about rollouts: prompts, engines and servers, rewards, agreement with the
-trainer, evaluation."""
+"""Defines the configuration sections about rollouts. The sections cover prompts, engines and
+servers, rewards, agreement with the trainer, and evaluation."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class RolloutConfig(Section):
 
 
 class PartialConfig(Section):
-    """Partial rollouts: a step cuts long responses, and a later step continues them; see
+    """Partial rollouts. A step cuts long responses, and a later step continues these responses; see
     docs/asynchrony.md."""
 
     tokens: int | None = Field(
@@ -337,8 +337,8 @@ class AgreementConfig(Section):
     """Limits for the absolute differences between the engines' and the trainer's log-probs of
     sampled tokens, in nats. The limits apply if the engines or the trainer compute in 16 bits. A
     difference above its limit stops the run. A limit at null has a default; docs/diagnostics.md
-    gives the reasons for the defaults. If engines and trainer compute in float32,
-    sglang.agreement_limit on the largest difference is the only limit."""
+    gives the reasons for the defaults. If engines and trainer compute in float32, the only limit is
+    sglang.agreement_limit, which bounds the largest difference."""
 
     mean: float | None = Field(
         None, gt=0, description="largest mean; null: 0.025 in bfloat16, 0.003 in float16"

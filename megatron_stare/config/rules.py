@@ -1,4 +1,4 @@
-"""Checks layouts, expert settings and devices that cannot work, before any process starts."""
+"""Rejects layouts, expert settings and devices that cannot work, before any process starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSED = {
 
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for a layout that the model cannot be split into, or that is not
+    """Raises ConfigError if the model cannot be split into the layout, or if the layout is not
     supported."""
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError if experts and layout do not fit."""
+    """Raises ConfigError if the model's experts cannot be split over the ranks of the layout."""
     if parallel.expert > 1 and not shape.experts:
         raise ConfigError("the model has no experts", where="parallel.expert", fix="set it to 1")
     if shape.experts and shape.experts % parallel.expert:
@@ -145,8 +145,8 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError if key-value heads cannot be exchanged all-to-all between context-parallel
-    ranks."""
+    """Raises ConfigError if `context_comm` is a2a and the key-value heads cannot be split over the
+    context-parallel ranks."""
     heads = shape.kv_heads // parallel.tensor
     if (
         parallel.context > 1
@@ -162,9 +162,9 @@ def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for recompute settings that have no effect. Also raises ConfigError for
-    recompute settings that name modules which the model lacks, or that do not divide a stage's
-    layers."""
+    """Raises ConfigError for recompute settings that have no effect. Also raises ConfigError if the
+    settings name a module that the model lacks, or if the number of layers to recompute does not
+    fit the layers of a stage."""
     read = {
         "none": (),
         "selective": ("recompute_modules",),
@@ -208,8 +208,8 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
 
 
 def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
-    """Returns the layer counts that occur in chunks of pipeline stages. Requires a layout that
-    passed `check_layout`."""
+    """Returns the set of layer counts that the chunks of the pipeline stages have. The layout must
+    have passed `check_layout`."""
     if (first := parallel.first_stage_layers) is not None:
         return {first, (shape.layers - first) // (parallel.pipeline - 1)}
     return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}
@@ -229,8 +229,8 @@ def check_moe(config: Config, shape: ModelShape) -> None:
 
 
 def check_device(config: Config, *, experts: bool) -> None:
-    """Raises ConfigError for settings with which this process's device cannot train, or cannot
-    train correctly.
+    """Raises ConfigError for settings that do not train, or do not train correctly, on the device
+    of this process.
 
     Args:
         experts: whether the model is a mixture of experts.

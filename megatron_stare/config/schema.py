@@ -1,7 +1,8 @@
-"""The configuration of a run as typed models. Every field has its unit and meaning. Unknown keys
-raise an error.
+"""Defines the configuration of a run as typed models. Every field states its unit and meaning.
+Unknown keys raise an error.
 
-The sections about training, rollouts and faults have a module each. Import all sections from here.
+Three further modules define the sections about training, rollouts and faults. Import all sections
+from this module.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PORTS = (1024, 65535)  # lower ports are reserved for the system
 
 
 class RunConfig(Section):
-    """The run: its name, its length, and where its results go."""
+    """Name and length of the run, and the folder of its results."""
 
     name: str = Field(
         "run", description="name of the run; part of the directory's name if `dir` is not given"
@@ -63,8 +64,8 @@ class RunConfig(Section):
 
 class CheckpointConfig(Section):
     """Writing, retention and verification of checkpoints; see docs/checkpoints.md.
-    run.checkpoint_every sets when they are written. The newest `run.keep_checkpoints` checkpoints
-    are kept in addition to the checkpoints that this section keeps."""
+    run.checkpoint_every sets when checkpoints are written. The run keeps the newest
+    `run.keep_checkpoints` checkpoints and also the checkpoints that this section selects."""
 
     background: bool = Field(
         True,
@@ -155,8 +156,8 @@ class PlanConfig(Section):
 
 
 class ObservabilityConfig(Section):
-    """Metrics, profiles and reports of a run; none of them changes training. See
-    docs/diagnostics.md."""
+    """Metrics, profiles and reports of a run. The settings of this section do not change training.
+    See docs/diagnostics.md."""
 
     entropy_forecast: bool = Field(
         True,
@@ -277,12 +278,12 @@ class RuntimeConfig(Section):
         return value
 
     def port_share(self, number: int, shares: int) -> range | None:
-        """Divides the port range into `shares` disjoint sets and returns set `number`; None if no
-        range is set. Two processes on one node with different sets of ports cannot take each
-        other's ports.
+        """Divides the port range into `shares` disjoint sets and returns set `number`. Returns None
+        if no range is set. Two processes on one node that use different sets cannot take the same
+        port.
 
         Raises:
-            ValueError: the range has fewer ports than there are shares.
+            ValueError: the range has fewer than `shares` ports.
         """
         if not self.ports:
             return None
@@ -354,8 +355,8 @@ class Config(Section):
 
     @property
     def expected_lengths(self) -> tuple[float, float]:
-        """Mean tokens of a prompt and of a response, from `plan` or else the defaults of every
-        run."""
+        """Mean number of tokens of a prompt and of a response. The section `plan` may set these
+        numbers; otherwise they follow from the token limits of the section `rollout`."""
         rollout, plan = self.rollout, self.plan
         return (
             plan.prompt_tokens or rollout.max_prompt_tokens / 4,
@@ -364,12 +365,12 @@ class Config(Section):
 
     @property
     def supervised(self) -> bool:
-        """True if the run learns from responses that others wrote, without engines, verifiers and
+        """True if the run learns from given responses, without engines, verifiers and
         evaluations."""
         return self.algorithm.supervised
 
     @property
     def skips_log_prob_pass(self) -> bool:
-        """True if steps train without a log-prob pass. If another setting of the run needs the
-        log-prob pass, the preflight checks raise ConfigError."""
+        """True if steps train without a log-prob pass. The preflight checks raise ConfigError if
+        another setting needs the log-prob pass."""
         return self.supervised or self.statistics.gate == "lagged"

@@ -1,5 +1,5 @@
-"""Base class of all configuration sections, and functions that check settings of several
-sections."""
+"""Defines the base class of all configuration sections, and the checks that several sections
+share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Section(BaseModel):
 
 
 def check_template(template: str | None) -> str | None:
-    """Returns a prompt template unchanged. Raises ValueError unless {prompt} occurs exactly once
-    and no other placeholder does."""
+    """Returns a prompt template unchanged. Raises ValueError unless the template contains {prompt}
+    exactly once and contains no other placeholder."""
     if template is None:
         return None
     doubled = "; a brace that is meant as one is written twice: {{ or }}"

@@ -1,5 +1,5 @@
-"""Configuration sections about training: the policy, its layout over ranks, batches, the optimizer,
-and performance."""
+"""Defines the configuration sections about training. The sections cover the policy, the layout over
+ranks, batches, the optimizer, and performance."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ParallelConfig(Section):
 
     @property
     def sequence_multiple(self) -> int:
-        """Returns the number of tokens that must divide every padded sequence length. Each
+        """Number of tokens that every padded sequence length must be a multiple of. Each
         context-parallel rank holds two chunks of a sequence."""
         return 2 * self.context if self.context > 1 else 1
 
@@ -286,7 +286,7 @@ class MoeConfig(Section):
 
 class PerformanceConfig(Section):
     """Settings that save time or memory and change results only in the last bits. With CUDA, a
-    setting at null is on if tests cover the setting and if both the device and the run support the
+    setting at null is on if tests cover the setting, and if the device and the run support the
     setting; see docs/gpu.md."""
 
     automatic: bool = Field(

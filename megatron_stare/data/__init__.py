@@ -1,1 +1,1 @@
-"""Sources of prompts: their data, order and resumable state."""
+"""Sources of prompts, with the data, the order and the resumable state of each source."""

@@ -1,10 +1,10 @@
-"""The task of the quickstart: add three two-digit numbers, writing out two partial sums. Generated,
-never stored.
+"""The task of the quickstart. The policy adds three two-digit numbers and writes out two partial
+sums. Problems are generated when needed and never stored.
 
 Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
-split, so training and held-out problems never overlap. `ArithmeticPrompts` serves the rollout;
-demonstrations serve the supervised warm-up that makes the quickstart's starting model; `ALPHABET`
-serves its tokenizer.
+split, so training and held-out problems never overlap. Rollouts use `ArithmeticPrompts`. A
+supervised warm-up on demonstrations makes the starting model of the quickstart. The tokenizer of
+this model uses `ALPHABET`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_stare.data.generated import GeneratedPrompts
 from megatron_stare.data.streams import Split, counter_hash
 
 ALPHABET = "0123456789+=;"
-"""Every character of prompts and demonstrations."""
+"""Every character that occurs in prompts and demonstrations."""
 
 PROBLEMS: dict[Split, int] = {"train": 112_915, "eval": 12_665}
-"""Number of problems in each split; reorderings are one problem."""
+"""Number of problems in each split. Reorderings of the same numbers count as one problem."""
 
 _EVAL_ONE_IN = 10
 _SLIPS = (-10, -2, -1, 1, 2, 10)  # a forgotten or doubled carry, or a miscount
@@ -26,7 +26,7 @@ _SLIPS = (-10, -2, -1, 1, 2, 10)  # a forgotten or doubled carry, or a miscount
 
 @dataclass(frozen=True)
 class Problem:
-    """The sum a + b + c, each number from 10 to 99."""
+    """The problem of adding a + b + c, where each number is from 10 to 99."""
 
     operands: tuple[int, int, int]
 
@@ -42,15 +42,16 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """Name that all reorderings of the problem share: '14+27+58'."""
+        """Name that all reorderings of the problem share, such as '14+27+58'."""
         return "+".join(map(str, sorted(self.operands)))
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
     """Returns problem number `index` of a stream.
 
-    Problems may repeat within a stream, identically or reordered, but never across splits. Of the
-    first 1,000 held-out problems 36 repeat an earlier one, 4 of them in the same order.
+    Problems may repeat within a stream, identically or reordered, but never across splits. Among
+    the first 1,000 held-out problems, 36 repeat an earlier problem. For 4 of these 36 problems, the
+    order of the numbers is also the same.
     """
     attempt = 0
     while True:
@@ -62,19 +63,19 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Returns the split of a problem, which does not depend on the seed. Reorderings of a problem
-    are in the split of the problem, because the sum is the same."""
+    """Returns the split of a problem. The split does not depend on the seed. All reorderings of a
+    problem are in the same split, because they have the same sum."""
     return "eval" if counter_hash(*sorted(problem.operands)) % _EVAL_ONE_IN == 0 else "train"
 
 
 def demonstration(problem: Problem, seed: int, wrong_rate: float) -> str:
-    """Returns a worked answer, such as '14+27=41;58+41=99': one of twelve equally likely
-    derivations.
+    """Returns a worked answer, such as '14+27=41;58+41=99'. The answer is one of twelve equally
+    likely derivations.
 
     Args:
-        seed: picks the derivation, together with the problem.
-        wrong_rate: probability that one of the two sums is wrong; the rest is consistent with it,
-            so the final answer is wrong.
+        seed: selects the derivation. The derivation also depends on the problem.
+        wrong_rate: probability that one of the two sums is wrong. The rest of the answer uses the
+            wrong sum, so the final answer is wrong.
     """
     if not 0 <= wrong_rate <= 1:
         raise ValueError(f"wrong_rate is a probability, got {wrong_rate}")

@@ -1,7 +1,9 @@
-"""Finds problems to leave out of training data: repeats, and problems of the evaluation sets.
+"""Finds the problems to leave out of training data, which are repeated problems and problems of the
+evaluation sets.
 
-Problems are compared by their words, numbers and operators in lower case. So spacing, punctuation
-and dollar signs do not count, and 3+4 and 3-4 stay two problems. Imports nothing heavy.
+Problems are compared by their words, numbers and operators in lower case. Spacing, punctuation and
+dollar signs do not count, but 3+4 and 3-4 are different problems. This module imports only small
+libraries.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 NGRAM = 13
-"""Number of consecutive words that two problems share only if one was copied from the other (Brown
-et al., arXiv 2005.14165, appendix C)."""
+"""Number of consecutive words. Two problems that share so many words count as copies of each other
+(Brown et al., arXiv 2005.14165, appendix C)."""
 
 # LaTeX delimiters, sizes and spaces
 _LAYOUT = re.compile(r"\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|~")
@@ -29,9 +31,9 @@ _PIECE = re.compile(
 
 
 def pieces(text: str) -> list[tuple[str, bool]]:
-    """Returns a text's words, numbers and operators in lower case and in order, each with True if
-    it is a word or number. Brackets count as operators. Hyphens within words, commas and other
-    punctuation are left out."""
+    """Returns a text's words, numbers and operators in lower case and in order. The flag of a piece
+    is True for a word or number, and False for an operator. Brackets count as operators. Hyphens
+    within words, commas and other punctuation are left out."""
     plain = _LAYOUT.sub(" ", text.translate({0x2212: "-", 0x2013: "-", ord("$"): ""}))
     plain = _HYPHEN.sub(" ", _GROUP.sub(r" \1 ", plain))
     return [
@@ -43,16 +45,16 @@ def pieces(text: str) -> list[tuple[str, bool]]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Returns a text's words, numbers and operators, without a final = sign; see `pieces`."""
+    """Returns a text's words, numbers and operators (see `pieces`). Omits an = sign at the end."""
     found = [piece for piece, _ in pieces(text)]
     return tuple(found[:-1] if found[-1:] == ["="] else found)  # 2+2= asks for 2+2
 
 
 class Repeats(NamedTuple):
-    """Positions of (prompt, answer) problems in a list.
+    """Positions of problems in a list. A problem is a pair (prompt, answer).
 
     kept: problems that stay.
-    repeated: problems that repeat a kept problem with the kept problem's answer.
+    repeated: problems that repeat the prompt and the answer of a kept problem.
     contradicted: problems that occur with different answers.
     """
 
@@ -62,11 +64,11 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """Keeps the first of all (prompt, answer) pairs with the same words and operators. If the
-    answers of these pairs differ, keeps none of the pairs, because at least one answer must be
-    wrong.
+    """Keeps one problem of every set of problems whose prompts have the same words and operators.
+    The first problem of the set is kept. If the answers in a set differ, no problem of the set is
+    kept, because at least one answer must be wrong.
 
-    Texts without words or operators are compared by their characters.
+    Prompts without words or operators are compared by their characters.
     """
     places: dict[tuple[str, ...], list[tuple[int, str]]] = {}
     for at, (prompt, answer) in enumerate(problems):
@@ -86,8 +88,8 @@ class Contamination:
 
     Args:
         problems: problems of the evaluation.
-        ngram: number of consecutive words, at least 1, that a training problem may not share with
-            an evaluation problem, including the operators between them. Problems with fewer words
+        ngram: number of consecutive words, at least 1. Two problems match if they share a sequence
+            of `ngram` words, including the operators between these words. Problems with fewer words
             are compared as a whole.
     """
 
@@ -100,16 +102,16 @@ class Contamination:
             self._grams.update(map(hash, _grams(pieces(problem), ngram)))
 
     def has(self, prompt: str) -> bool:
-        """Tells whether a training problem is an evaluation problem, or shares `ngram` consecutive
-        words with one."""
+        """Tells whether a training problem equals an evaluation problem, or shares `ngram`
+        consecutive words with an evaluation problem."""
         return words(prompt) in self._whole or any(
             hash(gram) in self._grams for gram in _grams(pieces(prompt), self._ngram)
         )
 
 
 def _grams(found: Sequence[tuple[str, bool]], ngram: int) -> Iterator[tuple[str, ...]]:
-    """Yields every run of `ngram` consecutive words. A run includes the operators between its
-    words, such as + or brackets."""
+    """Yields every sequence of `ngram` consecutive words. A sequence includes the operators between
+    its words, such as + or brackets."""
     places = [at for at, (_, is_word) in enumerate(found) if is_word]
     for first, last in zip(places, places[ngram - 1 :], strict=False):
         yield tuple(piece for piece, _ in found[first : last + 1])

@@ -1,4 +1,4 @@
-"""Guesses which columns of a file are prompt and answer, from its first rows."""
+"""Guesses from the first rows of a file which columns hold the prompt and the answer."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Columns(NamedTuple):
 
 
 def guess_columns(path: str, prompt: str | None = None, answer: str | None = None) -> Columns:
-    """Finds the columns of prompt and answer. If the caller names a column, uses the named column.
-    Otherwise takes the first common column name whose column has the right type in each of the
+    """Finds the columns of prompt and answer. Uses a column that the caller names. Otherwise tries
+    a list of common column names and takes the first column that has the right type in each of the
     first rows.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.
 
     Raises:
-        DataError: no such file, another format, no rows, or no column that will do; names the
-            columns that there are.
+        DataError: the file does not exist, has an unknown format or no rows, or no column is
+            suitable. In the last case the message lists the columns of the file.
     """
     if not path.startswith(HUB) and Path(path).suffix not in FORMATS:
         raise DataError(
@@ -76,8 +76,8 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 def _chosen(
     rows: Sequence[Row], names: Sequence[str], path: str, role: str, usual: Sequence[str]
 ) -> str:
-    """Returns the first column among the usual names that can be read as the prompt or answer
-    (`role`). Upper and lower case do not matter."""
+    """Returns the first column that has one of the `usual` names and can be read as `role`, the
+    prompt or the answer. Upper and lower case of names do not matter."""
     lower = {name.lower(): name for name in reversed(names)}
     why = ""
     for name in (lower[key] for key in usual if key in lower):

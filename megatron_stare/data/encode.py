@@ -1,5 +1,6 @@
 """Encodes the text of a prompt into the token ids that the policy continues (`Prompt.token_ids`).
-Every source encodes here, so templates and the length limit mean the same everywhere."""
+Every source uses this encoder, so templates and the length limit have the same effect for every
+source."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from megatron_stare.errors import ConfigError, DataError
 
 
 class PromptTooLongError(DataError):
-    """Raised for a prompt longer than rollout.max_prompt_tokens if rollout.truncate_prompt forbids
-    cutting the prompt."""
+    """Raised if a prompt is longer than rollout.max_prompt_tokens and rollout.truncate_prompt does
+    not allow cutting the prompt."""
 
 
 class PromptEncoder:
@@ -26,7 +27,8 @@ class PromptEncoder:
         tokenizer: a transformers tokenizer.
 
     Raises:
-        ConfigError: the configuration requests a chat template, and the tokenizer has none.
+        ConfigError: the configuration requests a chat template, but the tokenizer has no chat
+            template.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -51,13 +53,15 @@ class PromptEncoder:
         `rollout.max_prompt_tokens` ids.
 
         Args:
-            prompt: the problem from its source: a text, or the messages of a conversation, the last
-                of which the template wraps.
-            where: line or id to name in an error.
+            prompt: the problem as a text or as the messages of a conversation. `data.template`
+                wraps the text, or the last message.
+            where: line or id that an error message names.
 
         Raises:
-            DataError: no tokens, or several messages without a chat template.
-            PromptTooLongError: too many tokens, and the configuration does not allow cutting.
+            DataError: the prompt has no tokens, or has several messages but `data.chat_template` is
+                false.
+            PromptTooLongError: the prompt has too many tokens, and the configuration does not allow
+                cutting the prompt.
         """
         *before, (_, text) = (("user", prompt),) if isinstance(prompt, str) else prompt
         if self._template is not None:

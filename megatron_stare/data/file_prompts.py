@@ -1,9 +1,10 @@
-"""Prompts from files: one file for each split, or a weighted mixture of files for training.
+"""Supplies prompts from files. Each split has one file, or training has a weighted mixture of
+files.
 
-Files are read and checked once, when the source is built; data/records.py defines their records.
-The order within a pass over a file is a function of seed, file and pass alone. The file that a
-prompt comes from depends only on how many prompts were taken. So the cursor is the whole state, and
-no order depends on the number of training ranks.
+A source reads and checks its files once, when it is built. data/records.py defines the records of a
+file. The order of a pass over a file depends only on the seed, the file and the number of the pass.
+The number of prompts taken so far decides which file gives the next prompt. The cursor is therefore
+the whole state, and the order does not depend on the number of training ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from megatron_stare.records.batch import Prompt
 class _Part:
     """A file of a mixture.
 
-    weight: integer weight in the mixture's common unit.
-    records: records that can be taken.
+    weight: integer weight of the file; see `whole_weights`.
+    records: records of the file that can be taken.
     taken: number of records taken so far.
-    pass_: pass over the file to which `order` belongs.
+    pass_: number of the pass over the file for which `order` was computed.
     """
 
     file: MixtureFile
@@ -45,10 +46,10 @@ class _Part:
 
 
 class FilePrompts:
-    """A PromptSource over files, each reshuffled every pass.
+    """A PromptSource over files. Every pass over a file has a new order.
 
-    `dropped` counts the records left out, by reason; `remarks` holds notes for the user on the
-    records that stay.
+    `dropped` counts the records that were left out, by reason. `remarks` contains notes for the
+    user about the records that stay.
 
     Args:
         config: the run's configuration.
@@ -57,8 +58,8 @@ class FilePrompts:
 
     Raises:
         ConfigError: the split has no file.
-        DataError: a file is missing, empty or invalid, or a prompt is too long; names file, line
-            and fault.
+        DataError: a file is missing, empty or invalid, or a prompt is too long. The message names
+            the file, the line and the fault.
     """
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
@@ -102,8 +103,8 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Tells whether the prompt can be taken. For a prompt that is too long, returns False if
-        `drop` is true, else raises PromptTooLongError."""
+        """Tells whether the prompt can be taken. If the prompt is too long, returns False if `drop`
+        is true and raises PromptTooLongError otherwise."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
@@ -113,8 +114,8 @@ class FilePrompts:
         return True
 
     def _without_repeats(self, records: list[Record]) -> list[Record]:
-        """Returns the first of all records with the same prompt, as the policy sees it, and the
-        same answer."""
+        """Returns the records without repeats. Two records are the same if they have the same
+        prompt tokens and the same answer; the first of them stays."""
         first: dict[tuple[tuple[int, ...], str], Record] = {}
         for record in records:
             first.setdefault(
@@ -124,7 +125,7 @@ class FilePrompts:
         return list(first.values())
 
     def _clean(self, data: DataConfig) -> None:
-        """Leaves training records out according to `data.deduplicate` and `data.decontaminate`."""
+        """Removes training records according to `data.deduplicate` and `data.decontaminate`."""
         if data.deduplicate:
             places = [(part, record) for part in self._parts for record in part.records]
             found = without_repeats((record.prompt, record.answer) for _, record in places)
@@ -154,8 +155,7 @@ class FilePrompts:
                 )
 
     def _repeats(self) -> list[str]:
-        """Returns a remark if some of the remaining prompts are repeated letter for letter; else
-        []."""
+        """Returns a remark if some of the remaining prompts are exact repeats, and [] otherwise."""
         answers: dict[str | Messages, list[str]] = {}
         for part in self._parts:
             for record in part.records:
@@ -171,7 +171,7 @@ class FilePrompts:
         ]
 
     def trained_on(self, prompts: Iterable[str]) -> int:
-        """Returns how many of the texts in `prompts` are problems of this source."""
+        """Returns the number of texts in `prompts` that are problems of this source."""
         known = {record.prompt for part in self._parts for record in part.records}
         return sum(prompt in known for prompt in prompts)
 
@@ -180,7 +180,7 @@ class FilePrompts:
             self.dropped[why] = self.dropped.get(why, 0) + number
 
     def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts, across as many passes as needed."""
+        """Returns the next `n` prompts. Starts new passes over the files if needed."""
         return [self._next() for _ in range(n)]
 
     def state(self) -> dict[str, int]:
@@ -213,13 +213,13 @@ class FilePrompts:
     def _part(self, cursor: int) -> _Part:
         """Returns the file that the prompt at `cursor` comes from.
 
-        After the first c prompts of all files together, a file's share is c times the file's weight
-        over the sum of the weights. The deadline of a file's j-th prompt, counted from 1, is the
-        number of prompts c at which the file's share reaches j. A file is considered only if the
-        file has given fewer prompts than the file's share after c = cursor + 1 prompts. The
-        considered file whose next prompt has the earliest deadline is chosen, and the first such
-        file if there are several. So after every prompt every file is less than one prompt off its
-        share (Baruah et al., Proportionate Progress, Algorithmica 15, 1996).
+        After c prompts from all files together, the share of a file is c times the file's weight,
+        divided by the sum of the weights. The deadline of a file's j-th prompt, counted from 1, is
+        the number of prompts c at which the file's share reaches j. Candidates are the files that
+        have given fewer prompts than their share after c = cursor + 1 prompts. The candidate whose
+        next prompt has the earliest deadline is chosen. If several candidates have the earliest
+        deadline, the first one is chosen. This rule keeps every file less than one prompt away from
+        its share (Baruah et al., Proportionate Progress, Algorithmica 15, 1996).
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)
@@ -256,7 +256,8 @@ class FilePrompts:
 
 
 def whole_weights(weights: Iterable[float]) -> list[int]:
-    """Returns integers in the exact ratio of these decimal weights, so that no share is rounded."""
+    """Returns integers that have exactly the same ratios as the decimal weights. Shares computed
+    from these integers need no rounding."""
     fractions = [Fraction(str(weight)) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * unit) for fraction in fractions]

@@ -1,8 +1,8 @@
-"""Prompts of a task whose problems are generated, never stored: problem i of a stream is a pure
+"""Prompts of a task that generates its problems and stores none. Problem i of a stream is a pure
 function of (seed, split, i).
 
-A task supplies its problems, and this file makes a prompt with a cursor from each problem. Imports
-torch only when the first prompt is taken, so that tools stay light.
+A task supplies problems, and this module makes a prompt with a cursor from each problem. The module
+imports torch only when the first prompt is taken, so that tools can import the module quickly.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class GeneratedPrompts(ABC):
         split: 'train' depends on `run.seed`; 'eval' is the same for every run.
 
     Raises:
-        ConfigError: the configuration requests a chat template, and the tokenizer has none.
+        ConfigError: the configuration requests a chat template, but the tokenizer has no chat
+            template.
         DataError: the prompts are longer than `rollout.max_prompt_tokens`.
     """
 
     counts: ClassVar[Mapping[Split, int | None]]
-    """Number of different problems in each split; None: endless."""
+    """Number of different problems in each split. None means that the problems are endless."""
 
     def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
         # imported here, because it imports the configuration, which the tasks do not need
@@ -67,7 +68,8 @@ class GeneratedPrompts(ABC):
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
-        """Returns problem number `index` of the stream of this seed and split."""
+        """Returns problem number `index` of the stream. The seed and the split define the
+        stream."""
 
     def take(self, n: int) -> list[Prompt]:
         """Returns the next `n` prompts."""

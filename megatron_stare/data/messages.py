@@ -1,4 +1,5 @@
-"""Conversations to learn from: rows of messages, rendered by the tokenizer's chat template.
+"""Reads conversations for supervised fine-tuning. The tokenizer's chat template renders the
+messages of each row.
 
 A row is {"messages": [{"role": ..., "content": ..., "tool_calls": [...]}, ...], "tools": [...]}.
 """
@@ -26,9 +27,9 @@ TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
 
 
 class RowError(Exception):
-    """Raised for a row that cannot be learnt from.
+    """Raised for a row that cannot be used as a demonstration.
 
-    kind: the fault, equal for all rows with the same fault.
+    kind: description of the fault. All rows with the same fault have the same description.
     """
 
     def __init__(self, kind: str, fix: str) -> None:
@@ -40,14 +41,14 @@ class Rendered(NamedTuple):
     """Tokens of a conversation.
 
     ids: [n] token ids.
-    mask: [n] True for tokens that the assistant wrote, each turn's end included.
+    mask: [n] True for tokens that the assistant wrote, including the tokens that end its turns.
     """
 
     ids: list[int]
     mask: list[bool]
 
     def ends(self) -> list[int]:
-        """Returns the last token of every part that the assistant wrote."""
+        """Returns the last token id of every turn that the assistant wrote."""
         after = zip(self.mask, [*self.mask[1:], False], strict=True)
         return [id for id, (mine, next_) in zip(self.ids, after, strict=True) if mine > next_]
 
@@ -58,19 +59,20 @@ def rendered(
     tokenizer: Any,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rendered:
-    """Renders a conversation by the tokenizer's chat template, and marks what the assistant wrote.
+    """Renders a conversation with the tokenizer's chat template, and marks the tokens that the
+    assistant wrote.
 
-    An assistant's turn begins where the generation prompt before it ends. It ends with its last
-    special token: text of the template after that token carries no loss. The text is encoded in
-    parts, so that a token never spans the border of a turn, as it never does when a policy samples
-    the turn.
+    An assistant's turn begins after the generation prompt and ends with the last special token of
+    the turn. Template text after that special token carries no loss. Each turn is encoded
+    separately, so that no token spans the border of a turn. When a policy samples a turn, no token
+    spans the border of the turn either.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).
 
     Raises:
-        RowError: the template refuses the messages, or changes an earlier message when a later one
-            follows.
+        RowError: the template rejects the messages, or renders a message differently once later
+            messages follow.
     """
 
     def text(number: int, *, asks: bool) -> str:
@@ -125,13 +127,13 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def conversation(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Returns the messages of a row and its tools, as chat templates take them.
+    """Returns the messages and the tools of a row in the form that chat templates expect.
 
-    Keys whose value is null are left out, because Parquet adds them. A call's arguments may be JSON
-    text, and so may `tools`.
+    Omits keys whose value is null, because Parquet adds such keys. The arguments of a tool call may
+    be JSON text. The column `tools` may also be JSON text.
 
     Raises:
-        RowError: a column is missing or has another form.
+        RowError: a column is missing or has an unexpected form.
     """
     turns = row.get(MESSAGES) if isinstance(row, dict) else None
     if turns is None:
@@ -190,23 +192,25 @@ def _json(text: str, fault: str) -> Any:
 
 
 class Conversations:
-    """A PromptSource of demonstrations over one file, reshuffled every pass.
+    """A PromptSource of demonstrations from one file. Every pass over the file has a new order.
 
-    `dropped` counts the rows left out, by reason; `remarks` says how much there is to learn from;
-    `ends` has the special tokens with which the assistant's turns end. A policy that learnt them
-    must stop at them (`driver/session.py`).
+    `dropped` counts the rows that were left out, by reason. `remarks` reports the numbers of
+    conversations, tokens and loss tokens. `ends` contains the special tokens that end the
+    assistant's turns. A policy that was trained on these tokens must stop sampling at them
+    (`driver/session.py`).
 
     Args:
         config: the run's configuration.
         tokenizer: a transformers tokenizer with a chat template.
         split: 'train' reads `data.path`, 'eval' reads `data.eval_path`.
-        too_long: 'error' stops the run at rows of more than rollout.max_prompt_tokens plus
-            rollout.max_new_tokens tokens; 'drop' leaves them out.
+        too_long: treatment of rows with more than rollout.max_prompt_tokens plus
+            rollout.max_new_tokens tokens. 'error' stops the run; 'drop' leaves these rows out.
 
     Raises:
-        ConfigError: the split has no file, or the tokenizer no chat template.
-        DataError: rows cannot be learnt from; names the fault, the number of rows with it and the
-            first of them.
+        ConfigError: the split has no file, the tokenizer has no chat template, or the tokenizer
+            adds a space to every text.
+        DataError: some rows cannot be used as demonstrations. The message names the fault, the
+            number of rows with the fault, and the first such row.
     """
 
     demonstrates: ClassVar[bool] = True
@@ -289,7 +293,7 @@ class Conversations:
         return found
 
     def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` demonstrations, across as many passes as needed."""
+        """Returns the next `n` demonstrations. Starts new passes over the file if needed."""
         return [self._next() for _ in range(n)]
 
     def state(self) -> dict[str, int]:

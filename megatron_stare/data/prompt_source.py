@@ -1,8 +1,8 @@
-"""Sources of prompts: the protocol of every source, the lookup of the source that a configuration
-names, and a queue over a source.
+"""Defines the protocol of all prompt sources, finds the source that a configuration names, and
+provides a queue over a source.
 
-The driver takes prompts from the queue, one batch of groups a step, and saves `state()` with every
-checkpoint.
+In every step the driver takes the prompts of a batch from the queue. Every checkpoint contains the
+queue's `state()`.
 """
 
 from __future__ import annotations
@@ -32,40 +32,41 @@ SOURCES = {
 class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
-    A user's own class is built like ours, as `cls(config, tokenizer, split)`, with its settings as
-    keywords. A source that leaves records out may report them; see `dropped`.
+    A user-defined class is built as `cls(config, tokenizer, split)`, with its settings as keyword
+    arguments. A source that leaves records out may report their number; see `dropped`.
     """
 
     problems: int | None
-    """Number of different problems in the split, an upper bound for evaluations. None: endless."""
+    """Number of different problems in the split. An evaluation cannot use more problems. None means
+    that the problems are endless."""
 
     def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts, tokenized. `Prompt.cursor` counts up by one per prompt,
-        from 0, and never repeats."""
+        """Returns the next `n` prompts, tokenized. `Prompt.cursor` starts at 0, increases by one
+        per prompt, and never repeats."""
         ...
 
     def state(self) -> dict[str, int]:
-        """Returns all that `restore` needs to continue after the last prompt taken."""
+        """Returns the state that `restore` needs to continue after the last prompt taken."""
         ...
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continues from where `state` was saved. Raises DataError if the prompts have changed
-        since `state` was saved."""
+        """Continues after the last prompt that was taken before `state` was saved. Raises DataError
+        if the prompts have changed since `state` was saved."""
         ...
 
 
 def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
-    """Builds the source that `data.source` names, at its first prompt.
+    """Builds the source that `data.source` names. The new source starts at its first prompt.
 
     Args:
-        config: the run's configuration. `run.seed` orders the training split; evaluation is the
-            same for every seed.
+        config: the run's configuration. `run.seed` determines the order of the training split. The
+            evaluation split does not depend on the seed.
         tokenizer: a transformers tokenizer.
         split: 'train' or 'eval'. Two sources of the 'eval' split yield the same problems in the
             same order.
 
     Raises:
-        ConfigError: no such source, or a setting is missing.
+        ConfigError: the source does not exist, or a setting is missing.
         DataError: prompts are missing, malformed or too long.
     """
     factory, settings = find_source(config)
@@ -73,8 +74,8 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
 
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
-    """Returns the class or function that builds the source named by `data.source`, and its
-    settings. Raises ConfigError like `make_source`."""
+    """Returns the class or function that builds the source named by `data.source`, and the settings
+    of the source. Raises ConfigError like `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):
@@ -83,8 +84,8 @@ def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, 
 
 
 def dropped(source: PromptSource) -> Mapping[str, int]:
-    """Returns the number of records that a source left out, by reason, from its attribute
-    `dropped`; empty without that attribute."""
+    """Returns the number of records that a source left out, by reason. The numbers are the source's
+    attribute `dropped`. Returns an empty mapping if the source has no attribute `dropped`."""
     found: Mapping[str, int] = getattr(source, "dropped", {})
     return found
 
@@ -93,10 +94,11 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
     """Returns the problems that every evaluation of a run uses.
 
     Args:
-        wanted: number of problems, at least 1; None: all.
+        wanted: number of problems, at least 1. None requests all problems.
 
     Raises:
-        ConfigError: the source has fewer different problems, or does not report how many it has.
+        ConfigError: the source has fewer different problems than `wanted`, or does not report its
+            number of problems.
         DataError: as in `make_source`.
     """
     source = make_source(config, tokenizer, "eval")
@@ -128,12 +130,12 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
 
 
 class PromptQueue:
-    """Prompts of a source in the source's order, each used once. A prompt that `give_back` returns
-    to the queue is the next prompt to be taken. The queue skips the prompts that were marked by a
-    call of `leave_out`.
+    """Queue that yields each prompt of a source once, in the source's order. Prompts that
+    `give_back` returns to the queue are taken next. The queue skips the prompts that `leave_out`
+    marked.
 
-    The queue's state is the source's state before the first unused prompt, so prompts waiting in
-    the queue need not be saved.
+    The queue's state is the state of the source before the first unused prompt. Prompts that wait
+    in the queue are therefore not saved.
     """
 
     def __init__(self, source: PromptSource) -> None:
@@ -153,8 +155,8 @@ class PromptQueue:
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
-        """Gives back the last `n` prompts of the last `take`, which were not used. Raises
-        ValueError if the last `take` returned fewer than `n` prompts."""
+        """Returns the last `n` prompts of the last `take` to the queue because they were not used.
+        Raises ValueError if the last `take` returned fewer than `n` prompts."""
         if n > len(self._last):
             raise ValueError(
                 f"{n} prompts cannot be given back of {len(self._last)} that were taken"

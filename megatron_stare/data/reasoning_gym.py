@@ -1,8 +1,8 @@
-"""Tasks of the package `reasoning-gym`: their questions as prompts, and their scorers as a
+"""Provides the questions of `reasoning-gym` tasks as prompts, and the scorers of these tasks as a
 verifier.
 
-A question is generated from (seed, split, number), and again where a response is scored. Runs in
-reward workers too, so it imports neither torch nor the package before they are needed.
+A question is generated from (seed, split, number), and is generated again to score a response. This
+module also runs in reward workers, so it imports torch and reasoning-gym only when they are needed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Problem:
 
 
 class ReasoningGym(GeneratedPrompts):
-    """A PromptSource of one of the package's tasks. Its questions are endless.
+    """A PromptSource of one task of the package `reasoning-gym`. A task has endless questions.
 
     Settings:
         dataset: name of the task, such as `chain_sum`.
-        settings: of the task, such as `{min_terms: 2, max_terms: 3}`.
+        settings: settings of the task, such as `{min_terms: 2, max_terms: 3}`.
 
     Raises:
-        ConfigError: the package is not installed, has no such task, or refuses the settings.
+        ConfigError: the package is not installed, does not have the task, or rejects the settings.
     """
 
     counts: ClassVar[Mapping[Split, int | None]] = {"train": None, "eval": None}
@@ -72,17 +72,18 @@ class ReasoningGym(GeneratedPrompts):
 def verify(
     response: str, answer: str, *, columns: Mapping[str, Any], tag: str | None = "answer"
 ) -> float:
-    """Returns the score that the task's own scorer gives the answer, from 0 to 1; 0 if the scorer
-    fails on it.
+    """Returns the score, from 0 to 1, that the task's own scorer gives the response. Returns 0 if
+    the scorer raises an error.
 
     Args:
-        answer: unused; the scorer makes the question again.
-        columns: of a prompt of ReasoningGym.
-        tag: the answer is the text in the last `<tag>` ... `</tag>` of the response, without which
-            there is none; null: the whole response, stripped.
+        answer: unused, because the scorer generates the question and its answer again.
+        columns: the columns of a prompt that ReasoningGym made.
+        tag: the answer is the text in the last `<tag>` ... `</tag>` of the response. A response
+            without this tag has no answer. null: the answer is the whole response, stripped.
 
     Raises:
-        ValueError: the prompt is not of ReasoningGym, or the package makes another question here.
+        ValueError: ReasoningGym did not make the prompt, or the package generates a different
+            question in this process.
     """
     made_from = columns.get(COLUMN)
     if made_from is None:
@@ -104,8 +105,8 @@ def verify(
 
 
 def self_test() -> list[str]:
-    """Scores a known question before the first response, which must not wait for imports. Raises
-    ConfigError if the package is not installed."""
+    """Scores a known question before the run, so that the first response does not wait for imports.
+    Raises ConfigError if the package is not installed."""
     task, entry = make_entry("chain_sum", "{}", 0, 0)
     scores = [task.score_answer(answer, entry) for answer in (entry["answer"], None)]
     return [] if scores == [1.0, 0.0] else [f"reasoning-gym scores a known question {scores}"]
@@ -113,10 +114,10 @@ def self_test() -> list[str]:
 
 @functools.lru_cache(maxsize=256)  # a prompt has many responses
 def make_entry(dataset: str, settings: str, seed: int, at: int) -> tuple[Any, dict[str, Any]]:
-    """Returns a task and its question number `at`, with answer and metadata.
+    """Returns a task, and question number `at` of the task with answer and metadata.
 
     Args:
-        settings: of the task, as JSON.
+        settings: settings of the task, as JSON.
 
     Raises:
         ConfigError: as ReasoningGym.

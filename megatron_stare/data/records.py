@@ -1,8 +1,9 @@
-"""Reads problems from JSON Lines, Parquet and named datasets, in the row formats in use.
+"""Reads problems from JSON Lines files, Parquet files and named datasets. Several row formats are
+supported.
 
-Our format is {"prompt": text, "answer": text or number, "id": optional}. slime's has the answer in
-"label". verl's has a list of messages in "prompt", and the answer in "reward_model":
-{"ground_truth": ...}. `data.prompt_key` and `data.answer_key` name other columns.
+This project's format is {"prompt": text, "answer": text or number, "id": optional}. slime's format
+has the answer in "label". verl's format has a list of messages in "prompt", and the answer in
+"reward_model": {"ground_truth": ...}. `data.prompt_key` and `data.answer_key` name other columns.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ ANSWERS = (
 
 Row = tuple[int, str, Any]
 Messages = tuple[tuple[str, str], ...]
-"""(role, content) of each turn of a conversation."""
+"""The pair (role, content) for each turn of a conversation."""
 Columns = Sequence[str] | Literal["all"]
 
 
 class Record(NamedTuple):
-    """One problem of a file. If the prompt is one text, `messages` is (); if it is a list of
-    messages, `prompt` is the last one."""
+    """One problem of a file. If the file's prompt is one text, `messages` is (). If the file's
+    prompt is a list of messages, `prompt` is the last message."""
 
     id: str
     prompt: str
@@ -60,19 +61,20 @@ def read_records(
     answer_key: str | None = None,
     columns: Columns = (),
 ) -> tuple[list[Record], int]:
-    """Returns the records of a file, in order and without blank lines, and a checksum of its bytes.
+    """Returns the records of a file in order, and a checksum of the file's bytes. Skips blank
+    lines.
 
     Args:
         path: a .parquet file, a .json file with an array, any other file of JSON lines, or the name
             of a dataset (see HUB).
         prompt_key: column of the prompt, dotted if nested; None: PROMPT_KEY.
-        answer_key: column of the answer, dotted if nested; None: the first of ANSWER_KEYS in the
-            row.
-        columns: names, dotted if nested, of further columns to keep; 'all': the whole row.
+        answer_key: column of the answer, dotted if nested; None: the first column of ANSWER_KEYS
+            that the row has.
+        columns: names of further columns to keep, dotted if nested; 'all': the whole row.
 
     Raises:
-        DataError: the file cannot be read, has no record, or has an invalid row (names file:line
-            and the fault).
+        DataError: the file cannot be read, has no record, or has an invalid row. For an invalid row
+            the message names file:line and the fault.
         ConfigError: the file needs a library that is not installed.
     """
     name = str(path)
@@ -88,11 +90,12 @@ def read_records(
 
 
 def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
-    """Returns an iterator over number, place and fields of every row of a file, and a checksum of
-    its bytes.
+    """Returns an iterator over the rows of a file, and a checksum of the file's bytes. The iterator
+    yields the number, the place and the fields of every row.
 
     Raises:
-        As `read_records`; rows that are not JSON raise when the iterator reaches them.
+        The errors of `read_records`. The error for a row that is not JSON is raised when the
+        iterator reaches the row.
     """
     name = str(path)
     if name.startswith(HUB):
@@ -110,7 +113,8 @@ def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
 
 
 def _nearby(path: Path) -> str:
-    """Returns a hint for a missing file: a file of a similar name, or the folder's files."""
+    """Returns a hint for a missing file. The hint suggests a file with a similar name, or lists the
+    files of the folder."""
     folder = path.parent
     if not folder.is_dir():
         return f"there is no folder {folder} either"
@@ -128,8 +132,8 @@ def _nearby(path: Path) -> str:
 
 
 def _json_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Yields number, place and value of every line that is not blank. Raises DataError for a line
-    that is not JSON."""
+    """Yields the number, the place and the value of every line that is not blank. Raises DataError
+    for a line that is not JSON."""
     # Split as bytes: str.splitlines would also break at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
@@ -148,8 +152,8 @@ def _json_rows(content: bytes, name: str) -> Iterator[Row]:
 
 
 def _array_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Yields number, place and value of every element of a JSON array. Raises DataError if the file
-    is not a JSON array."""
+    """Yields the number, the place and the value of every element of a JSON array. Raises DataError
+    if the file is not a JSON array."""
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -185,7 +189,8 @@ def _parquet_rows(name: str) -> Iterator[Row]:
 
 
 def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
-    """Returns the rows of a dataset, downloaded unless cached, and a checksum of the rows."""
+    """Returns the rows of a dataset and a checksum of the rows. Downloads the dataset unless it is
+    cached."""
     repository, *parts = name.removeprefix(HUB).split(":")
     split, configuration = (parts or ["train"])[-1], parts[0] if len(parts) > 1 else None
     instead = "give data.path a file of it, .jsonl or .parquet"
@@ -213,7 +218,7 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
 def record_of(
     fields: Any, number: int, where: str, prompt_key: str, answer_key: str | None
 ) -> Record:
-    """The problem in a row. Raises DataError where a column is missing or of another type."""
+    """Returns the problem of a row. Raises DataError if a column is missing or has a wrong type."""
     if not isinstance(fields, dict):
         raise DataError(
             f'expected an object like {{"prompt": ..., "answer": ...}}, got {_kind(fields)}',
@@ -260,7 +265,7 @@ def record_of(
 
 
 def _columns(fields: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-    """Returns the row's columns for verifiers, as JSON values."""
+    """Returns the columns of a row that verifiers receive, as JSON values."""
     found = {}
     for name in fields if columns == "all" else columns:
         value = fields[name] if columns == "all" else _get(fields, name)
@@ -301,7 +306,8 @@ _MISSING = object()
 
 
 def _get(fields: dict[str, Any], key: str) -> Any:
-    """Returns the value of a key or dotted key; _MISSING if there is none."""
+    """Returns the value of a key or dotted key. Returns _MISSING if the row does not have the
+    key."""
     value: Any = fields
     for part in [key] if key in fields else key.split("."):
         if not isinstance(value, dict) or part not in value:

@@ -1,16 +1,17 @@
-"""The task of long chains: find the three signs that lead from a number to a total. Generated,
-never stored.
+"""The task of long chains. The policy finds the three signs that lead from a number to a total.
+Problems are generated when needed and never stored.
 
 '33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is either a short guess, '+8
-+5 +2', or a search. A search makes one attempt after another, with the running total after every
-step, and says 'wait' after a miss: '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. Only the part of a
-response after the last word 'wait' is graded. A guess is right only by luck. A search finds the
-right signs unless the search gives up. Longer responses are therefore right more often.
++5 +2', or a search. A search makes one attempt after another. A search writes the running total
+after every step and the word 'wait' after a wrong attempt, as in '+8 41 +5 46 -2 44 wait +8 41 -5
+36 +2 38'. Only the part of a response after the last word 'wait' is graded. A guess is right only
+by luck. A search finds the right signs unless it ends early. Longer responses are therefore right
+more often.
 
 Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
-split, so training and held-out problems never overlap. `SignsPrompts` serves the rollout;
-demonstrations serve the supervised warm-up of `tools/make_tiny_model.py`; `VOCABULARY` serves its
-tokenizer.
+split, so training and held-out problems never overlap. Rollouts use `SignsPrompts`.
+`tools/make_tiny_model.py` trains a model on demonstrations, and the tokenizer of this model uses
+`VOCABULARY`.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ VOCABULARY = (
     ":",
     REFLECTION,
 )
-"""Every word of prompts and demonstrations; spaces separate words."""
+"""Every word that occurs in prompts and demonstrations. Spaces separate words."""
 
 SIGNS: tuple[tuple[int, int, int], ...] = tuple(
     (a, b, c) for a, b, c in product((1, -1), (1, -1), (1, -1))
 )
-"""The eight ways to sign three operands."""
+"""The eight combinations of signs for three operands."""
 
 PROBLEMS: dict[Split, int] = {"train": 11_725, "eval": 1_395}
-"""Number of problems in each split; reorderings are one problem."""
+"""Number of problems in each split. Reorderings of the same operands count as one problem."""
 
 _EVAL_ONE_IN = 10
 _STARTS = range(25, 45)  # gives totals from 1 to 68
@@ -62,17 +63,18 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Returns the text of the problem, such as '33 8 5 2 = 38', as the answer. The answer names
-        no signs, because every choice of signs that makes the equation true is right."""
+        """Returns the text of the problem, such as '33 8 5 2 = 38', as the answer. The answer
+        contains no signs, because every choice of signs that makes the equation true is right."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property
     def name(self) -> str:
-        """Name that all reorderings of the problem share: '33 2 5 8 = 38'."""
+        """Name that all reorderings of the problem share, such as '33 2 5 8 = 38'."""
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:
-        """Returns the running totals of an attempt, without the start; the last is its result."""
+        """Returns the running totals of an attempt, without the start. The last running total is
+        the result of the attempt."""
         steps = (sign * operand for sign, operand in zip(signs, self.operands, strict=True))
         return list(accumulate(steps, initial=self.start))[1:]
 
@@ -93,22 +95,23 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Returns the split of a problem, which does not depend on the seed. Reorderings of a problem
-    share a split."""
+    """Returns the split of a problem. The split does not depend on the seed. All reorderings of a
+    problem are in the same split."""
     key = counter_hash(problem.start, *sorted(problem.operands), problem.total)
     return "eval" if key % _EVAL_ONE_IN == 0 else "train"
 
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
-    """Returns a response for supervised training. The response is a guess or a search, as the
-    module describes. A search tries the eight sign combinations in the cyclic order of SIGNS, from
-    a random first one.
+    """Returns a response for supervised training. The response is a guess or a search; see the
+    module's docstring. A search tries the eight combinations of SIGNS in cyclic order and starts at
+    a random combination.
 
     Args:
-        seed: picks the response, together with the problem.
-        short_rate: probability of a guess, with all signs alike, towards the total.
-        give_up_rate: probability, after each failed attempt, that a search ends there; otherwise it
-            goes on to the first right attempt.
+        seed: selects the response. The response also depends on the problem.
+        short_rate: probability of a guess. A guess uses one sign for all operands: + if the total
+            is above the start, and - otherwise.
+        give_up_rate: probability that a search ends after a wrong attempt. Otherwise the search
+            continues until an attempt is right.
     """
     for name, rate in (("short_rate", short_rate), ("give_up_rate", give_up_rate)):
         if not 0 <= rate <= 1:

@@ -1,7 +1,9 @@
-"""Reproducible streams of prompts: the two splits, their seeds, and a hash that replaces an RNG.
+"""Defines the two splits of prompts, the seeds of the splits, and a hash that replaces a random
+number generator.
 
-A hash of counters needs no state: problem 10^6 costs as much as problem 0, and a resumed run has
-nothing to restore. Imports nothing, so tools can use the tasks without torch.
+A hash of counters needs no state. Problem 10^6 costs as much as problem 0, and a resumed run
+restores no generator state. This module imports no libraries, so tools can use the tasks without
+torch.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def stream_seed(run_seed: int, split: Split) -> int:
-    """Returns the seed that orders a split: the run's own for training, one fixed seed for
-    evaluation."""
+    """Returns the seed of a split. The training split uses the seed of the run. The evaluation
+    split uses one fixed seed."""
     return run_seed if split == "train" else EVAL_SEED
 
 

@@ -1,5 +1,5 @@
-"""Checks in every step that the engines and the trainer compute the same log-probs; stops the run
-if they do not."""
+"""Checks in every step that the engines and the trainer compute the same log-probs. Stops the run
+if the log-probs differ too much."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ ROUTING = (
 class AgreementWatch:
     """Compares the log-probs of engines and trainer after every weight sync and log-prob pass.
 
-    With an in-process engine in float32 nothing is logged, because the update's metrics already
-    contain the difference. The limit still applies.
+    With an in-process engine in float32, AgreementWatch logs no metrics, because the update's
+    metrics already contain the difference. The limit on the difference still applies.
     """
 
     def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
@@ -76,18 +76,19 @@ class AgreementWatch:
             )
 
     def lift_limits(self) -> None:
-        """Lets the run continue however far engines and trainer differ."""
+        """Removes the limits, so that the run continues even if engines and trainer differ
+        widely."""
         self._limits = self._limits.lifted()
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Adds the earlier steps' agreement of a resumed run to the trend, so that the trend covers
-        the whole run. `rows` are the metrics of the steps, oldest first."""
+        """Adds the agreement of earlier steps to the trend, so that the trend of a resumed run
+        covers the whole run. `rows` contains the metrics of the earlier steps, oldest first."""
         for row in rows:
             if "agreement/mean" in row:
                 self._means.add(row["agreement/mean"])
 
     def after_sync(self) -> None:
-        """Compares the canary's log-probs of every server with the trainer's.
+        """Compares the log-probs that every server and the trainer compute for the canary.
 
         Raises:
             AgreementError: the log-probs differ by more than the limit. The message names the
@@ -106,13 +107,14 @@ class AgreementWatch:
             require_agreement("log-probs of the canary", passed, verdict, "weight sync")
 
     def after_log_probs(self, step: int) -> dict[str, float]:
-        """Returns the metrics of the rollout batch in the log-prob pass and of the last canary.
+        """Returns agreement metrics of the rollout batch and of the last canary.
 
-        A batch with tokens that older weights sampled is not judged; the canary covers that step.
+        The limits do not apply to a batch with tokens that older weights sampled. In such a step,
+        only the canary is compared with the limits.
 
         Raises:
-            AgreementError: the log-probs differ by more than a limit, and the message names the
-                likely cause; or their difference keeps growing.
+            AgreementError: the log-probs differ by more than a limit, or the difference keeps
+                growing. If a limit is passed, the message names the likely cause.
         """
         if not self._has_log_probs:
             return dict(self._newest)
@@ -139,10 +141,11 @@ class AgreementWatch:
 
 
 def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> None:
-    """Applies the rule "engine and trainer too far apart" to a step.
+    """Applies the rule "engine and trainer too far apart" to the metrics of a step.
 
     Args:
-        metrics: of the step, with `agreement/mean` and `agreement/trend` if known.
+        metrics: metrics of the step, including `agreement/mean` and `agreement/trend` if they are
+            known.
 
     Raises:
         AgreementError: the mean difference has grown past its limit over the run.
@@ -159,15 +162,16 @@ def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> 
 def canary_sequences(
     tokenizer: Any, vocab_size: int, sequences: int, longest: int
 ) -> list[list[int]]:
-    """Returns the canary: token sequences of different lengths up to `longest` tokens, the same in
-    every run of a model.
+    """Returns the token sequences of the canary. The sequences have different lengths of up to
+    `longest` tokens. Every run of a model has the same sequences.
 
-    The package ships a text for the canary. The sequences consist of the lines of the text that the
-    tokenizer encodes and decodes without loss, and each sequence begins at another line. If the
-    tokenizer encodes and decodes no line without loss, the token ids are random.
+    The package ships a text for the canary. The sequences contain only lines of this text that the
+    tokenizer encodes and decodes without loss. Each sequence begins at a different line. If the
+    tokenizer loses characters of every line, the token ids are random.
 
     Args:
-        vocab_size: of the model. A larger id would crash a server.
+        vocab_size: vocabulary size of the model. A token id that is not below `vocab_size` would
+            crash a server.
     """
     lengths = torch.linspace(longest, max(2, longest // 4), sequences).long().tolist()
     lines = [
@@ -191,8 +195,8 @@ def canary_sequences(
 
 
 def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
-    """Returns the ids of a line without special tokens; [] if the tokenizer lacks one of its
-    characters."""
+    """Returns the token ids of a line, without special tokens. Returns [] if the tokenizer lacks a
+    character of the line, or if a token id is not below `vocab_size`."""
     ids = tokenizer(line, add_special_tokens=False).input_ids
     text = tokenizer.decode(ids)
     # compared without white space: some tokenizers put spaces between tokens

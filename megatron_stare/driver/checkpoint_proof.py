@@ -1,16 +1,16 @@
-"""The self-test of a resume: data saved in a checkpoint that proves, after loading, that the state
-is complete.
+"""The self-test of a resume. A resume compares the loaded state with data in the checkpoint and so
+proves that the loaded state equals the saved state.
 
 A checkpoint stores a few responses of the last step and the log-probs of the responses under the
 saved weights. If the reference policy was refreshed, the checkpoint also stores the log-probs under
-the reference policy. For each tensor of the weights and of the optimizer state, the checkpoint
-stores two sums. After a load the ranks compute the same numbers again. With the same layout, device
-kind, libraries and package version, log-probs must be bit-identical. Otherwise the summation order
-differs. In float32, another summation order changes a log-prob by less than LARGEST. In 16 bits the
-mean difference may reach the bound for engine and trainer (rollout/agreement/limits.py; measured in
-docs/diagnostics.md).
+the reference policy. The checkpoint also stores two sums for each tensor of the weights and of the
+optimizer state. After a load the ranks compute these numbers again. If layout, device kind,
+libraries and package version are unchanged, log-probs must be bit-identical. Otherwise the
+summation order may differ. In float32, another summation order changes a log-prob by less than
+LARGEST. In 16 bits the mean difference may reach the bound that applies to engine and trainer
+(rollout/agreement/limits.py). docs/diagnostics.md gives measurements.
 
-Shape legend: N response positions of the canary.
+Shape legend: N is the number of response positions of the canary.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    layout: text that describes the ranks' layout. If the ranks' layout at the time of the test
-        equals the stored layout, log-probs must be bit-identical to the stored log-probs.
+    layout: text that describes the ranks' layout. If the layout at the time of the test equals the
+        stored layout, log-probs must be bit-identical to the stored log-probs.
     sequences: token ids.
     proof: log-probs, counts and sums that the ranks computed.
     """
@@ -64,7 +64,7 @@ class SelfTest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> SelfTest | None:
-        """Reads a checkpoint's self-test; None if it has none.
+        """Reads the self-test of a checkpoint. Returns None if the checkpoint has no self-test.
 
         Raises:
             DataError: the file cannot be read.
@@ -84,7 +84,7 @@ class SelfTest:
         """Computes the proof again and compares it with the saved proof.
 
         Raises:
-            DataError: a value differs from the saved value. The message names it.
+            DataError: a value differs from the saved value. The message names the value.
         """
         now = ranks.prove(canary_batch(self.sequences))
         same = self.layout == layout_of(ranks, config)
@@ -98,8 +98,8 @@ class SelfTest:
 
 
 def canary_of(batch: RolloutBatch) -> list[list[int]]:
-    """Returns token sequences of up to LONGEST tokens, each the end of a prompt and the start of
-    its first response, for the first SEQUENCES prompts."""
+    """Returns one token sequence for each of the first SEQUENCES prompts. A sequence consists of
+    the end of the prompt and the start of its first response, up to LONGEST tokens."""
     lengths, prompts = batch.lengths.tolist(), batch.branches.contexts.tolist()
     sequences = [part.tolist() for part in batch.tokens.split(lengths)]
     groups = batch.branch_groups.tolist()
@@ -109,7 +109,8 @@ def canary_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 def layout_of(ranks: TrainerGroup, config: Config) -> str:
-    """Describes layout, threads and devices in words: everything that affects summation order."""
+    """Describes in words everything that affects the summation order, which is layout, threads and
+    devices."""
     sizes = ", ".join(f"{name} {value}" for name, value in config.parallel.model_dump().items())
     return f"{sizes}; {config.runtime.trainer_threads} threads; {ranks.place()}"
 
@@ -144,10 +145,11 @@ def _alike(one: float, other: float) -> bool:
 def _log_probs(
     saved: Sequence[float] | None, now: Sequence[float] | None, dtype: str | None
 ) -> str:
-    """Describes how log-probs differ; "" if they are close enough.
+    """Describes how log-probs differ. Returns "" if the log-probs are close enough.
 
     Args:
-        dtype: sets the tolerance for another layout; None: the bits must be equal.
+        dtype: dtype that sets the tolerance if the layout has changed. None: the bits must be
+            equal.
     """
     if saved is None or now is None:
         return "were not saved" if saved is None else "cannot be computed"

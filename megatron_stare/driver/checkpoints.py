@@ -1,8 +1,9 @@
-"""Saves and retires a run's checkpoints, and exports the policy as a Hugging Face folder.
+"""Saves and removes a run's checkpoints, and exports the policy as a Hugging Face folder.
 
-All ranks begin a checkpoint and write it while training continues; the driver then completes the
-checkpoint. The newest checkpoints, every n-th checkpoint, and the best checkpoints by a metric are
-kept. For an export this module creates the files, and the ranks fill the files.
+All ranks write a checkpoint while training continues, and the driver then completes the checkpoint.
+A run keeps the newest checkpoints, the checkpoints of every n-th step, and the best checkpoints by
+a metric. For an export this module creates the files, and the ranks write the tensors into the
+files.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ METRICS = (
 
 
 class Checkpoints:
-    """Checkpoints of a run, of which at most one is being written. Until a new checkpoint is
-    complete, the previous checkpoint stays the newest on disk.
+    """Checkpoints of a run. At most one checkpoint is being written at a time. Until a new
+    checkpoint is complete, the previous checkpoint is the newest on disk.
 
     Args:
         note: receives one message if no step logs the metric `checkpoint.best_by`.
@@ -75,8 +76,8 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest checkpoint, including the one being written; None if there is
-        none."""
+        """Step of the newest checkpoint, or None if the run has no checkpoint. A checkpoint that is
+        being written counts."""
         return (
             step_of(self._under_way.final)
             if self._under_way is not None
@@ -84,8 +85,8 @@ class Checkpoints:
         )
 
     def load(self, checkpoint: Path) -> None:
-        """Loads a checkpoint into the ranks. Raises DataError if the files, or the state after the
-        load, differ from what was saved."""
+        """Loads a checkpoint into the ranks. Raises DataError if the files or the loaded state
+        differ from the saved data."""
         folder = str(checkpoint.resolve())
         if self._config.checkpoint.verify:
             self._ranks.verify(folder)
@@ -98,10 +99,11 @@ class Checkpoints:
         training may continue.
 
         Args:
-            timeout_s: of each wait, seconds; None: the timeout of any call to the ranks.
+            timeout_s: timeout of each wait, seconds; None: the timeout of any call to the ranks.
 
         Raises:
-            UserError: one of the two checkpoints cannot be written, or not within the timeout.
+            UserError: one of the two checkpoints cannot be written, or is not written within the
+                timeout.
         """
         with self._waited_for():
             self.finish(timeout_s)
@@ -116,26 +118,27 @@ class Checkpoints:
                 self.finish(timeout_s)
 
     def look(self) -> None:
-        """Completes the checkpoint being written if all ranks have written their part. Raises
-        UserError if a rank could not write its part."""
+        """Completes the checkpoint that is being written if all ranks have written their parts.
+        Raises UserError if a rank could not write its part."""
         if self._under_way is not None:
             with self._waited_for():
                 if self._ranks.saved():
                     self.finish()
 
     def metrics(self) -> dict[str, float]:
-        """See METRICS. Returns the time since the last call and resets it."""
+        """Returns the time that training waited for saves since the last call, and resets this
+        time. See METRICS."""
         waited, self._waited_s = self._waited_s, 0.0
         return {"perf/save_s": waited}
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Waits for the checkpoint being written and completes it.
+        """Waits until the current checkpoint is written, and completes the checkpoint.
 
         Args:
-            timeout_s: of the wait, seconds; None: the timeout of any call to the ranks.
+            timeout_s: timeout of the wait, seconds; None: the timeout of any call to the ranks.
 
         Raises:
-            UserError: the checkpoint cannot be written, or not within the timeout.
+            UserError: the checkpoint cannot be written, or is not written within the timeout.
         """
         if self._under_way is None:
             return
@@ -168,10 +171,10 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule for which checkpoints are kept.
+    """Rule that decides which checkpoints are kept.
 
     newest: number of newest checkpoints to keep. The newest checkpoint is always kept.
-    every: checkpoints of steps divisible by `every` are kept; None: divisibility does not matter.
+    every: checkpoints of steps divisible by `every` are kept; None: this rule keeps no checkpoints.
     best: number of checkpoints with the best scores to keep.
     higher: whether higher scores are better.
     """
@@ -192,9 +195,9 @@ class Retention:
         """Returns the steps whose checkpoints are to be removed.
 
         Args:
-            steps: of all checkpoints.
-            scores: by step. A checkpoint without a score, or with NaN, is not among the best. If
-                two scores are equal, the newer checkpoint is better.
+            steps: steps of all checkpoints.
+            scores: scores by step. A checkpoint whose score is missing or NaN is not among the
+                best. If two scores are equal, the newer checkpoint is better.
         """
         kept = set(sorted(steps)[-max(self.newest, 1) :])
         if self.every is not None:
@@ -210,7 +213,8 @@ class Retention:
 
 
 def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
-    """Reads a metric by step from a run's step metrics, or from its evaluations for `eval/...`."""
+    """Reads a metric from the files of a run and returns its values by step. Metrics `eval/...`
+    come from the evaluations, and other metrics come from the step metrics."""
     if metric is None:
         return {}
     if not metric.startswith("eval/"):
@@ -239,10 +243,11 @@ def export_policy(
     stops: Collection[int] = (),
 ) -> None:
     """Writes the policy to `target`, with config and tokenizer from `companions_from`. Replaces an
-    existing folder once the new one is complete.
+    existing folder once the new folder is complete.
 
     Args:
-        stops: tokens that end a response, added to those of the generation config.
+        stops: ids of tokens that end a response, in addition to the stop tokens of the generation
+            config.
 
     Raises:
         UserError: the policy cannot be written.

@@ -1,4 +1,5 @@
-"""Feeds conversations that others wrote to the trainer, and measures the loss on held-out ones."""
+"""Trains on given conversations, the demonstrations, and measures the loss on held-out
+demonstrations."""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ METRICS = (
 
 
 def batch_of(prompts: Sequence[Prompt], step: int = 0) -> RolloutBatch:
-    """Returns the batch of some demonstrations.
+    """Returns the rollout batch that consists of the given demonstrations.
 
     Raises:
-        DataError: a prompt is no Demonstration, or has no response.
+        DataError: a prompt is not a Demonstration, or has no response or no prompt tokens.
     """
     return RolloutBatch.from_trajectories(map(_trajectory, prompts), step)
 
@@ -61,12 +62,13 @@ def _trajectory(prompt: Prompt) -> Trajectory:
 
 
 class Demonstrations(RolloutSource):
-    """Supplies batches of demonstrations. Nothing is sampled, so published weights go nowhere.
+    """Supplies batches of demonstrations. Published weights are not sent anywhere, because no
+    engine samples responses.
 
     Args:
-        queue: demonstrations in the order of the run.
-        rows: demonstrations a step.
-        judge: fills in the columns that `Method.judge` fills in.
+        queue: queue of demonstrations, in the order of the run.
+        rows: number of demonstrations per step.
+        judge: fills the columns of a batch, as `Method.judge` does.
         phase: opens a phase of the step, by name.
         published: called with the number of each finished step.
     """
@@ -88,7 +90,7 @@ class Demonstrations(RolloutSource):
             return self._judge(batch_of(self._queue.take(self._rows), step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Notes that a step is done."""
+        """Reports that a step is done, and ignores the weights."""
         self._published(version)
 
     def state(self) -> dict[str, int]:
@@ -100,7 +102,7 @@ class HeldOutLoss(Part):
 
     Args:
         prompts: the held-out demonstrations.
-        state: of the run. Its step is the number of the step being logged.
+        state: state of the run, where `state.step` is the number of the step that is being logged.
         phase: opens a phase of the step, by name.
     """
 
@@ -116,12 +118,13 @@ class HeldOutLoss(Part):
         self._batch, self._ranks, self._state, self._phase = batch_of(prompts), ranks, state, phase
 
     def before_steps(self, note: Callable[[str], None]) -> None:
-        """Notes the loss before training, unless the run continues."""
+        """Notes the loss before training, unless the run is resumed after a step."""
         if self._state.step == 0:
             note(f"held-out loss before training: {self.loss():.4f} nats a token")
 
     def loss(self) -> float:
-        """Returns the mean negative log-likelihood of the loss tokens under the policy, nats."""
+        """Returns the mean negative log-likelihood, in nats, that the policy assigns to the loss
+        tokens."""
         with self._phase("held_out"):
             return self._ranks.mean_loss(self._batch)
 

@@ -1,5 +1,5 @@
-"""Evaluation with engines and verifiers, for the evaluations of training and for
-`megatron-stare eval`."""
+"""Evaluates tasks with engines and verifiers. Training and `megatron-stare eval` use this
+module."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from megatron_stare.tasks.task import Evaluation
 
 
 class Kept(Protocol):
-    """Stored responses of one task, which outlive this process; see
-    evaluation/response_file.py."""
+    """Responses of one task, stored outside of this process; see evaluation/response_file.py."""
 
     def known(self, greedy: bool) -> Mapping[tuple[int, int], Response]: ...
 
@@ -36,13 +35,13 @@ class Kept(Protocol):
 
 
 class Evaluator:
-    """Samples responses to the problems of tasks and computes how many are right.
+    """Samples responses to the problems of tasks and computes the share of correct responses.
 
     Args:
-        engines: engines that hold the weights to evaluate; None if every response is stored
-            already.
-        verifiers: a pool for every verifier that a task names.
-        reward: the tolerated share of verifier failures.
+        engines: engines that hold the weights to evaluate. None if every response is already
+            stored.
+        verifiers: one pool of processes for every verifier that a task names.
+        reward: settings with the tolerated share of verifier failures.
         stop_ids: tokens that end a response.
     """
 
@@ -69,14 +68,14 @@ class Evaluator:
         """Evaluates one task with the weights that the engines hold.
 
         Args:
-            step: training steps that produced the weights.
-            version: of the weights. They must sample every token.
-            progress: receives the numbers of responses done and wanted, sampled and greedy
-                together.
-            kept: stored responses, which are not sampled again. New responses are added to it.
+            step: number of training steps that produced the weights.
+            version: version of the weights. Weights of this version must sample every token.
+            progress: receives the number of finished responses and the number of wanted responses.
+                Sampled and greedy responses count together.
+            kept: stored responses, which are not sampled again. New responses are added to `kept`.
 
         Raises:
-            UserError: an engine or environment failed, or too many verifier calls did. The error
+            UserError: an engine or environment failed, or too many verifier calls failed. The error
                 names the task.
             WeightVersionError: other weights sampled a token.
         """
@@ -108,8 +107,8 @@ class Evaluator:
         seed: int,
         greedy: bool,
     ) -> list[Response]:
-        """Returns `count` verified responses per prompt, in canonical order; samples only those
-        that `kept` lacks."""
+        """Returns `count` verified responses per prompt, ordered by prompt and sample index.
+        Samples only the responses that `kept` lacks."""
         known = dict(kept.known(greedy)) if kept is not None else {}
         wanted = [(prompt, index) for prompt in prompts for index in range(count)]
         missing = [
@@ -142,7 +141,8 @@ class Evaluator:
     def rollouts(
         self, verifier: Extension, environment: Environment, calls: CallJournal | None = None
     ) -> Rollouts:
-        """Returns an object that samples responses in `environment` and has `verifier` judge them.
+        """Returns an object that samples responses in `environment` and lets `verifier` judge the
+        responses.
 
         Args:
             calls: journal of the environment's calls; None: a journal in memory only.
@@ -154,8 +154,8 @@ class Evaluator:
         )
 
     def _right(self, verifier: Extension, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """See evaluation.response.Judged. If the verifier cannot parse the reference of a pair, the
-        result for that pair is False."""
+        """See evaluation.response.Judged. If the verifier cannot parse the reference answer of a
+        pair, the result for the pair is False."""
         return [
             (verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)
         ]
@@ -166,8 +166,8 @@ class Evaluator:
 
         Raises:
             RewardFailureError: more verifier calls timed out or crashed than the configuration
-                allows. Raised as soon as that is certain, since a hanging verifier would delay the
-                step once per answer.
+                allows. The error is raised as soon as the limit is passed, because a verifier that
+                hangs would otherwise delay the step once per answer.
         """
         limit = self._reward.max_failure_rate
         try:
@@ -186,8 +186,8 @@ class Evaluator:
 
 
 def answered(evaluation: Evaluation, progress: Callable[[int, int], None]) -> Progress:
-    """Wraps `progress` to count an evaluation's sampled and greedy answers together, as one
-    progress bar."""
+    """Wraps `progress` so that one progress bar counts both the sampled and the greedy answers of
+    an evaluation."""
     task, behind = evaluation.task, 0
     total = len(evaluation.prompts) * (task.samples + task.config.eval.greedy)
 

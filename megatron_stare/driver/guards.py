@@ -1,13 +1,14 @@
-"""Guards a run: judges its steps by the guards' rules, ends or rolls back the run, and stores the
+"""Guards a run. The guards judge every step by rules, end or roll back the run, and store the
 batches of bad steps.
 
-The rules are those of observability/metrics/rules.py with settings in the section `faults.guards`.
-A step is compared with earlier metrics of the run, which a resumed run restores.
+observability/metrics/rules.py defines the rules, and the section `faults.guards` sets their
+thresholds. The guards compare a step with the metrics of earlier steps. A resumed run restores
+these metrics.
 
-A batch that was left out or ended the run gets a folder such as `guards/step_000012`. The folder's
-file batch.safetensors has the format of --dump-step, and also contains the trainer's log-probs
-beside the engine's log-probs. The folder's file event.json contains the reason, the prompts, and
-the first rank and parameter that was not finite.
+The batch of a bad step is written to a folder such as `guards/step_000012`. The file
+batch.safetensors in this folder has the format of --dump-step, and contains the log-probs of the
+trainer and of the engine. The file event.json contains the reason, the prompts, and the first rank
+and parameter with a non-finite value.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Guards:
     """The guards of a run.
 
     Args:
-        dtype: of the trained model.
+        dtype: dtype of the trained model.
     """
 
     def __init__(self, config: GuardsConfig, dtype: str) -> None:
@@ -124,17 +125,18 @@ class Guards:
         self.fired: list[Fired] = []  # of the last step
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Adds a resumed run's metrics, oldest step first, to the values that later steps are
-        compared with."""
+        """Adds earlier metrics of a resumed run to the values that later steps are compared with.
+        `rows` contains one mapping per step, oldest first."""
         for row in rows:
             self._judge.remember(row)
 
     def norm_limit(self, agreement: Mapping[str, float]) -> float:
-        """Returns the gradient norm above which the optimizer must skip an update; inf: no limit.
+        """Returns the gradient norm above which the optimizer must skip an update. Returns inf if
+        there is no limit.
 
         Args:
-            agreement: metrics of the comparison of engine and trainer in the log-prob pass. If
-                they show a spike that ends the run, the limit is 0.
+            agreement: metrics from the comparison of engine and trainer in the log-prob pass. If
+                these metrics show a spike that ends the run, the limit is 0.
         """
         if self._actions["agreement"] in ENDS and self._judge.judge("agreement", agreement).holds:
             return 0.0
@@ -173,8 +175,8 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True if the last step ends or rolls back the run. If True, the state after the last step
-        must not be saved."""
+        """True if the last step ends or rolls back the run. The state after such a step must not be
+        saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
@@ -186,7 +188,7 @@ class Guards:
 
         Raises:
             RollBack: the run must roll back and leave out the step's prompts.
-            GuardError: the run must stop, or has used up its rollbacks.
+            GuardError: the run must stop, or must roll back but has no rollbacks left.
         """
         ending = sorted(
             (each for each in self.fired if each.action in ENDS),
@@ -226,7 +228,7 @@ def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
 
 @dataclass(frozen=True)
 class GuardedResponse:
-    """One response of a guarded batch. Tensors are [n], one number per response token.
+    """One response of a guarded batch. Each tensor is [n], with one number per response token.
 
     log_probs: the trainer's log-probs before the step's updates, nats. A token's value is NaN if
         its loss mask is 0, or if the trainer computed NaN.
@@ -247,9 +249,10 @@ class GuardedResponse:
 
 @dataclass(frozen=True)
 class GuardedBatch:
-    """The batch of a bad step: the run left the batch out, or the step ended the run.
+    """The batch of a bad step, that is, of a step that ended or rolled back the run or had a
+    non-finite update.
 
-    ranks: one record for every rank that found non-finite values; the record names these values.
+    ranks: one record for every rank that found non-finite values. The record names these values.
     """
 
     step: int
@@ -266,11 +269,12 @@ def step_folder(folder: Path, step: int) -> Path:
 def write_guarded(
     folder: Path, batch: RolloutBatch, log_probs: Tensor, why: str, ranks: Sequence[NotFinite] = ()
 ) -> None:
-    """Writes a step's judged batch into the step's folder in `folder`; overwrites existing files.
+    """Writes the judged batch of a step into the step's folder inside `folder`. Overwrites existing
+    files.
 
     Args:
         log_probs: [N] the trainer's log-probs before the step's updates.
-        ranks: non-finite values that each rank found.
+        ranks: the non-finite values that each rank found.
     """
     place = step_folder(folder, batch.step)
     write_batch(place, batch, {"log_probs": log_probs})
@@ -296,8 +300,8 @@ def write_guarded(
 
 
 def origin(ranks: Sequence[NotFinite]) -> str:
-    """Names the rank and parameter, or the samples, that were non-finite first; "" if all values
-    are finite.
+    """Names the rank and parameter, or the samples, where a non-finite value appeared first.
+    Returns "" if all values are finite.
 
     Non-finite values spread in this order: weights; log-probs, advantages and loss of samples; a
     rank's own gradient; the reduced gradient.
@@ -356,8 +360,8 @@ def read_guarded(place: Path) -> GuardedBatch:
 
 
 def _parted(columns: Mapping[str, Tensor], samples: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the tokens of every sample's prompt, and of its response, whose branches are
-    joined."""
+    """Returns the prompt tokens and the response tokens of every sample. The branches of a response
+    are concatenated."""
     alone = (torch.arange(samples), columns["prompt_lengths"], columns["response_lengths"])
     names = ("samples", "contexts", "responses")
     of, contexts, parts = (

@@ -1,7 +1,8 @@
-"""Holds a run's directory across sessions, and reopens the run from its newest checkpoint after a
-recoverable loss.
+"""Holds the directory of a run across sessions. After a recoverable loss, reopens the run from its
+newest checkpoint.
 
-`train.py` uses it. Only `_open_again` decides whether a failed session is followed by another.
+`train.py` uses this module. Only `_open_again` decides whether another session follows a failed
+session.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ METRICS = (
 
 
 class HeldRun:
-    """Context manager that holds the directory of one run. Removes the files that the run created
-    if the run fails before its first step.
+    """Context manager that holds the directory of one run. If a new run fails before its first
+    step, removes the files that the run created.
 
     Args:
-        config: as requested by the user. Every restart reads its inputs again from it.
-        inputs: read from `config`.
-        resume: continue the run's newest checkpoint instead of starting a run.
-        from_step: step of the checkpoint to continue; None: the newest.
+        config: configuration as requested by the user. Every restart reads the inputs again from
+            this configuration.
+        inputs: inputs that were read from `config`.
+        resume: if true, continue an existing run from a checkpoint instead of starting a new run.
+        from_step: step of the checkpoint to continue from; None: the newest checkpoint.
         dump_step: the step to dump, if any.
 
     Raises:
@@ -93,18 +95,18 @@ class HeldRun:
 
     @property
     def restarts(self) -> int:
-        """Number of times that the run was reopened after a loss."""
+        """Number of times that the run has been reopened after a loss."""
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """Notes that a session was fully opened. Clears `from_step`: the session has set aside
-        later checkpoints, so the next session takes the newest."""
+        """Notes that a session was fully opened. Clears `from_step`, because the session has set
+        aside later checkpoints. The next session therefore resumes from the newest checkpoint."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """Returns the rule by which the next session waits for lost nodes; None if the next session
-        is not a restart after a loss of processes."""
+        """Returns the rule by which the next session waits for lost nodes. Returns None if the next
+        session does not restart the run after a loss of processes."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -114,8 +116,8 @@ class HeldRun:
         return {"restarts/run": float(self.restarts)}
 
     def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
-        """Runs sessions until one session finishes, and returns the result of that session. Reopens
-        the run after a rollback, and after a recoverable loss of a worker or an engine.
+        """Runs sessions until a session finishes, and returns the result of the finished session.
+        Reopens the run after a rollback, and after a recoverable loss of a worker or an engine.
 
         Raises:
             Exception: the error that ended the last session.
@@ -127,11 +129,13 @@ class HeldRun:
                 inputs = self._open_again(error)
 
     def _open_again(self, error: Exception) -> Inputs:
-        """Waits for the backoff after a failed session and reads the inputs of the next session.
+        """Waits for the backoff time after a failed session, and reads the inputs of the next
+        session.
 
         Raises:
-            Exception: the session's error, if it is not a loss or no attempt is left.
-            UserError: the inputs have changed in the meantime and no longer work.
+            Exception: the session's error, if the error is not a recoverable loss or if no attempt
+                is left.
+            UserError: the inputs have changed since the run began and are no longer valid.
         """
         step = self.state.step
         # rollbacks are recorded in the run directory and limited by faults.guards.rollbacks
@@ -156,16 +160,16 @@ class HeldRun:
     def _is_loss(self, error: Exception) -> bool:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
-        Before a session has been fully opened, an error is a recoverable loss only if a worker
-        process died. If a failure of another kind occurs before a session has been fully opened,
-        the cause is more likely a configuration error.
+        Until a first session is fully opened, only the death of a worker process counts as a
+        recoverable loss. Other failures before this point are more likely caused by the
+        configuration.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
         return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)
 
     def _stands(self) -> Standing | None:
-        """Returns how far the run got; None if its directory was discarded."""
+        """Returns the progress of the run, or None if the run's directory was discarded."""
         return self._standing() if (self.dir.path / CONFIG).exists() else None
 
     def _standing(self) -> Standing:
@@ -201,12 +205,12 @@ def _tell(line: str) -> None:
 
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
-    """Returns the directory of a finished run that the user asked to resume; returns None if the
-    run is not finished. For a finished run, this function finishes the sinks again and trains no
-    step.
+    """Returns the directory of the run to resume if the run is already finished, and None
+    otherwise. For a finished run, finishes the sinks again and trains no step.
 
     Raises:
-        UserError: the run does not exist or cannot be resumed, or the step to dump is already done.
+        UserError: the run does not exist or cannot be resumed, or the run has already trained the
+            step to dump.
     """
     config = inputs.config
     if (finished := finished_run(config, from_step)) is None:

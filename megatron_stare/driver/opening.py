@@ -1,4 +1,4 @@
-"""Inputs of a run, made and checked before any process starts, and the rehearsal of a run
+"""Reads and checks the inputs of a run before any process starts. Also rehearses a run
 (`--dry-run`)."""
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ class Inputs:
     held_out: list[Prompt]  # demonstrations for the held-out loss
 
     def verifiers(self) -> dict[Extension, Task]:
-        """Returns every verifier with the first task that names it; none if nothing is sampled."""
+        """Returns every verifier with the first task that names the verifier. Returns {} for
+        supervised fine-tuning."""
         if self.config.supervised:
             return {}
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
-        """Returns remarks, one line each, on properties of the data that are often unintended.
-        Only some sources provide remarks."""
+        """Returns remarks about properties of the data that are often unintended. Each remark is
+        one line. Only some sources provide remarks."""
         batch = self.config.batch
         found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
         most: int | None = getattr(self.source, "problems", None)
@@ -97,7 +98,7 @@ class Inputs:
 
 
 def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
-    """Returns every verifier with the first task that names it."""
+    """Returns every verifier with the first task that names the verifier."""
     found: dict[Extension, Task] = {}
     for task in tasks:
         found.setdefault(task.verifier, task)
@@ -137,7 +138,8 @@ def read_inputs(config: Config) -> Inputs:
 
 
 def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
-    """Returns all demonstrations of `data.eval_path`, if the run learns from demonstrations."""
+    """Returns all demonstrations of `data.eval_path` if the run is supervised fine-tuning, and []
+    otherwise."""
     if not config.supervised or config.data.eval_path is None:
         return []
     return held_out(config, tokenizer, None)
@@ -147,7 +149,7 @@ class Rehearsal(NamedTuple):
     """Result of a rehearsal.
 
     config: the resolved configuration.
-    said: lines of text, each of which is a remark on the data.
+    said: remarks on the data, one line of text each.
     """
 
     config: Config
@@ -157,15 +159,14 @@ class Rehearsal(NamedTuple):
 def rehearse(
     config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None
 ) -> Rehearsal:
-    """Checks everything that a run checks before its workers start, and leaves no files or
-    processes.
+    """Makes all checks that a run makes before its workers start. Leaves no files and no processes.
 
-    Every verifier is tried in its own process, as in a run. Two things are not checked: whether
-    external servers answer, and whether memory suffices on GPUs of unknown size. `remarks` queries
-    a cluster.
+    The rehearsal starts every verifier in its own process and tests the verifier, as in a run. The
+    rehearsal does not check whether external servers answer, nor whether memory suffices on GPUs of
+    unknown size. Only `remarks` queries a Ray cluster.
 
-    If the model is not on this machine but the package knows its shape, only checks that need the
-    shape are made. `remarks` lists the others.
+    If the model is not on this machine but the package knows the model's shape, the rehearsal skips
+    the checks that need more than the shape. `remarks` lists the skipped checks.
 
     Raises:
         UserError: the first fault found.
@@ -216,11 +217,12 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 def remarks(config: Config) -> list[str]:
     """Returns the lines that a dry run prints beside the configuration.
 
-    They cover the placement on the Ray cluster, activation memory, faster settings, and checks
-    that were skipped because something is not on this machine.
+    The lines describe the placement on the Ray cluster, activation memory and faster settings. The
+    lines also list the checks that were skipped because something is not on this machine.
 
     Raises:
-        UserError: the cluster cannot be joined, or can never place the layout.
+        UserError: the run cannot join the Ray cluster, or the nodes of the cluster can never hold
+            the layout.
     """
     found = placement(config)
     micro_batch = config.batch.micro_batch_tokens
@@ -261,8 +263,8 @@ def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
 
 
 def finished_run(config: Config, from_step: int | None = None) -> Path | None:
-    """Returns the directory of the run to resume if its steps, evaluations and export are all done,
-    else None.
+    """Returns the directory of the run to resume if all steps, evaluations and the export of the
+    run are done. Returns None otherwise.
 
     Args:
         from_step: see resume_point.

@@ -1,5 +1,5 @@
-"""Parts of a session that are called after every step: guards, saves, held-out evaluations, memory
-by phase."""
+"""Defines the parts of a session that the driver calls after every step, which are guards, saves,
+held-out evaluations and memory by phase."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Part:
     added."""
 
     def after_step(self) -> None:
-        """Runs after a step was trained, synced and logged."""
+        """Runs after a step has been trained, synced and logged."""
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the part's metrics for the step being logged."""
@@ -107,7 +107,8 @@ class PhaseMemory(Part):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Opens a phase of the step. Memory used between two phases counts to the later phase."""
+        """Opens a phase of the step. Memory that is used between two phases counts for the later
+        phase."""
         with self._phase(name):
             yield
         found = self._ranks.memory_mb()
@@ -116,14 +117,14 @@ class PhaseMemory(Part):
         self._metrics |= {f"memory/{name}_{what}": mb for what, mb in found.items()}
 
     def metrics(self) -> Mapping[str, float]:
-        """Returns the metrics of the phases since the last call."""
+        """Returns the metrics of all phases that ended since the last call."""
         taken, self._metrics = self._metrics, {}
         return taken
 
 
 class GuardedSteps(Part):
-    """Ends or rolls back the run after a step if the guards demand it. Before it raises RollBack,
-    records the rollback in the run directory."""
+    """Ends or rolls back the run after a step if the guards require it. Records a rollback in the
+    run directory before it raises RollBack."""
 
     def __init__(
         self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]
@@ -134,7 +135,8 @@ class GuardedSteps(Part):
         """Acts on the guards that fired.
 
         Raises:
-            RollBack: the run continues from its newest checkpoint, without the last step's prompts.
+            RollBack: the run must continue from its newest checkpoint and leave out the prompts of
+                the last step.
             GuardError: a metric of the last step ends the run.
         """
         try:
@@ -155,15 +157,16 @@ class GuardedSteps(Part):
 
 
 class Saves(Part):
-    """Saves due checkpoints, and the last complete step if the run is interrupted.
+    """Saves the checkpoints that are due. If the run is interrupted, saves the last complete step.
 
     Args:
         checkpoints: writes the checkpoints.
-        state: of the run. A checkpoint contains it as of the last finished step.
-        guards: a step whose guards end the run is not saved.
-        engines: closed before the final save of an interrupted colocated run, to free memory.
+        state: state of the run. A checkpoint contains the state after the last finished step.
+        guards: the guards of the run. If a guard ends the run at a step, the step is not saved.
+        engines: engines of the run. An interrupted colocated run closes them before its final save,
+            to free memory.
         phase: opens a phase of the step, by name.
-        kept: returns the in-flight responses as of the last finished step.
+        kept: returns the responses in flight after the last finished step.
     """
 
     def __init__(
@@ -184,11 +187,12 @@ class Saves(Part):
         self._engines, self._colocation, self._phase, self._kept = engines, colocation, phase, kept
 
     def after_step(self) -> None:
-        """Completes the pending checkpoint if its files are written, and begins a new one if due.
+        """Completes the pending checkpoint if its files are written. Begins a new checkpoint if one
+        is due.
 
         Raises:
             UserError: one of the two checkpoints cannot be written.
-            KeyboardInterrupt: a signal ends the run. `close` saves the step.
+            KeyboardInterrupt: a signal ends the run. `close` then saves the step.
         """
         raise_if_received()
         self._checkpoints.look()
@@ -205,10 +209,9 @@ class Saves(Part):
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Finishes the pending checkpoint when the run closes.
 
-        After an interruption or an error raised by a guard, waits for the pending checkpoint. After
-        an interruption that asks for a save, also saves the last step. After any other error,
-        neither waits for the pending checkpoint nor saves the last step, since the ranks may have
-        failed. Incomplete checkpoints are removed later.
+        After an interruption or an error that a guard raised, waits for the pending checkpoint.
+        After an interruption that asks for a save, also saves the last step. After any other error,
+        does nothing, because the ranks may have failed. Incomplete checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.
@@ -239,18 +242,19 @@ class Saves(Part):
 
 
 class HeldOut(Part):
-    """Evaluates the newest weights on held-out problems before, during and after training. Each due
-    step is evaluated once.
+    """Evaluates the newest weights on held-out problems before, during and after training. Each
+    evaluation that is due at a step runs once.
 
     Args:
         evaluations: the tasks with their problems.
-        samples: the source of training rollouts, which holds the newest weight version.
-        training: evaluator on the training engines, which pause their rollouts meanwhile.
-        own: engines reserved for evaluation, and their evaluator; None: the training engines
-            evaluate.
+        samples: the source of training rollouts, which knows the newest weight version.
+        training: evaluator on the training engines. The training engines pause the training
+            rollouts during an evaluation.
+        own: engines reserved for evaluation, and the evaluator on these engines. None: the training
+            engines evaluate.
         weights: returns the policy's tensors.
-        synced: called after the reserved engines received new weights.
-        progress: receives the numbers of responses finished and wanted.
+        synced: called after the reserved engines have received new weights.
+        progress: receives the number of finished responses and the number of wanted responses.
     """
 
     def __init__(
@@ -280,7 +284,7 @@ class HeldOut(Part):
         self._held: int | None = None
 
     def after_step(self) -> None:
-        """Runs every evaluation that is due at the current step and not recorded yet."""
+        """Runs every evaluation that is due at the current step and is not recorded yet."""
         step, every = self._state.step, self._config.eval.every
         if step not in (0, self._config.run.steps) and not (every > 0 and step % every == 0):
             return

@@ -1,5 +1,5 @@
-"""Trains on one rollout batch: log-prob pass, statistics, optimizer steps, and the refresh of the
-reference policy."""
+"""Trains on one rollout batch. A training step consists of the log-prob pass, the statistics, the
+optimizer steps, and the refresh of the reference policy."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from megatron_stare.weights.sync.target import WeightStream
 
 
 class PolicyTrainer:
-    """Driver-side interface of the policy in training.
+    """Driver-side interface to the policy that is being trained.
 
     Args:
         ranks: the ranks that hold the policy.
-        state: of the run. A step changes the method's state and the count of skipped updates.
-        agreement: compares log-probs with the engines' after the log-prob pass.
+        state: state of the run. A training step changes the method's state and the count of skipped
+            updates.
+        agreement: compares the log-probs of engines and trainer after the log-prob pass.
         phase: opens a phase of the step, by name.
-        dump: step and folder. Batch, weights, loss and gradients of the step's first update are
-            written to the folder.
-        texts: returns the text of every token from its id; None: no tokens are logged.
-        guards: judge every step; None: the run has no guards.
-        events: folder for the batches of steps with a skipped update and of steps that a guard
-            ends; None: no batch is written.
-        profiled: opens the profiler for a step, by number.
+        dump: number of a step, and a folder. The batch, weights, loss and gradients of this step's
+            first update are written to the folder.
+        texts: returns the texts of token ids; None: no tokens are logged.
+        guards: guards that judge every step; None: the run has no guards.
+        events: folder for the batches of steps with a non-finite update and of steps at which a
+            guard ends or rolls back the run. None: no batch is written.
+        profiled: opens the profiler for the step with the given number.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class PolicyTrainer:
     def step(self, batch: RolloutBatch) -> dict[str, float]:
         """Trains on a judged rollout batch and returns the step's metrics.
 
-        The first pass computes log-probs and entropies. From these, the ranks compute the
-        statistics, the gate and the token weights. Finally, every mini-batch gets a forward and
-        backward pass of the weighted loss and an optimizer step.
+        The first pass computes log-probs and entropies. From log-probs and entropies, the ranks
+        compute the statistics, the gate and the token weights. Finally, every mini-batch gets a
+        forward and backward pass of the weighted loss and an optimizer step.
 
         Raises:
-            NonFiniteError: loss or gradient of several updates in a row was not finite.
+            NonFiniteError: the loss or the gradient was non-finite in several consecutive updates.
             AgreementError: engines and trainer differ by more than the limit.
         """
         with self._profiled(batch.step):
@@ -78,8 +79,8 @@ class PolicyTrainer:
         )
 
     def _train(self, batch: RolloutBatch) -> tuple[list[UpdateResult], dict[str, float]]:
-        """Runs the log-prob pass and all updates; returns the updates' results and the agreement
-        metrics."""
+        """Runs the log-prob pass and all updates. Returns the results of the updates and the
+        agreement metrics."""
         every = self._config.model.reference_refresh_every
         with self._phase("log_probs"):
             self._ranks.compute_log_probs(batch)
@@ -112,7 +113,7 @@ class PolicyTrainer:
     def _judge(
         self, guards: Guards, batch: RolloutBatch, metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Returns the guards' metrics; writes out the batch if a guard ends or rolls back the
+        """Returns the guards' metrics. Writes the batch to disk if a guard ends or rolls back the
         run."""
         cursors = sorted({trajectory.prompt.cursor for trajectory in batch.trajectories})
         found = guards.judge(batch.step, metrics, cursors)
@@ -121,11 +122,11 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk, unless `faults.guards.dumps` batches of other steps are on disk
-        already. Ignores a full disk.
+        """Writes the batch to disk, unless batches of `faults.guards.dumps` other steps are already
+        on disk. Ignores errors such as a full disk.
 
         Args:
-            by_rank: also write the non-finite values that every rank finds.
+            by_rank: if true, also write the non-finite values that every rank finds.
         """
         if self._events is None:
             return
@@ -140,7 +141,8 @@ class PolicyTrainer:
                 write_guarded(self._events, batch, self._ranks.log_probs(), why, ranks)
 
     def _watched(self, batch: RolloutBatch) -> list[int]:
-        """Returns the samples whose per-token numbers are logged; [] in most steps."""
+        """Returns the indices of the samples whose per-token numbers are logged. Returns [] in most
+        steps."""
         run = self._config.run
         if batch.step % run.rollouts_every or self._texts is None:
             return []

@@ -1,10 +1,10 @@
-"""Decides, before any process starts, which run to resume, from which checkpoint, and whether the
-configuration allows it.
+"""Selects the run and the checkpoint to resume from, before any process starts. Checks whether the
+configuration allows the resume.
 
-Most settings must not have changed since the run was started. The tokenizer, the chat template and
-the system prompt must not have changed either, because a replaced file would silently change every
-prompt. The run's state contains digests that reveal changes of the tokenizer, the chat template and
-the system prompt.
+Most settings must be the same as at the start of the run. The tokenizer, the chat template and the
+system prompt must also be the same, because a replaced file would silently change every prompt. The
+run's state contains digests that reveal changes of the tokenizer, the chat template and the system
+prompt.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _FILES = (  # tokenizer files
 
 
 def find_run(config: Config) -> Path:
-    """Returns the directory of the run to resume: run.dir, else the newest run of this name under
-    runs/, preferably one with a finished step.
+    """Returns the directory of the run to resume. Returns run.dir if it is set. Otherwise returns
+    the newest run of this name under runs/, and prefers runs with a finished step.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no run to resume.
     """
     if config.run.dir:
         path = Path(config.run.dir)
@@ -80,17 +80,18 @@ def find_run(config: Config) -> Path:
 def resume_point(
     path: Path, config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Returns the checkpoint to resume from and its state.
+    """Returns the checkpoint to resume from and the run state in this checkpoint.
 
     Args:
-        from_step: step of the checkpoint; None: the newest complete one.
+        from_step: step of the checkpoint; None: the newest complete checkpoint.
 
     Returns:
-        (None, None) if the run ended before its first checkpoint was complete and must start over.
+        The checkpoint and its state; (None, None) if the run ended before its first checkpoint was
+        complete and must start over.
 
     Raises:
         UserError: a setting that must not change has changed, checkpoints are missing, the
-            checkpoint is damaged, or it is past run.steps.
+            checkpoint is damaged, or the checkpoint's step is above run.steps.
     """
     old = load_recorded(path / CONFIG)
     refuse_changes(old, config)
@@ -135,9 +136,10 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """Context manager for code that opens a checkpoint. If that code raises DataError, the context
-    manager raises an error that also names an earlier checkpoint, the newest that is intact. The
-    search for an intact checkpoint does not read tensors."""
+    """Context manager for code that opens a checkpoint. If the code raises DataError, the context
+    manager searches for the newest intact earlier checkpoint. If an intact earlier checkpoint
+    exists, the context manager raises an error that also names this checkpoint. The search does not
+    read tensors."""
     try:
         yield
     except DataError as error:
@@ -163,10 +165,10 @@ def _is_whole(checkpoint: Path) -> bool:
 def check_resume(
     config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Returns where a run would resume; see resume_point. Changes nothing.
+    """Returns the point from which a run would resume; see resume_point. Does not change the run.
 
     Raises:
-        UserError: the run could not be resumed, or another process holds it.
+        UserError: the run cannot be resumed, or another process holds the run.
     """
     path = find_run(config)
     refuse_busy(path)
@@ -174,7 +176,7 @@ def check_resume(
 
 
 def refuse_changes(old: Config, new: Config) -> None:
-    """Raises ConfigError for the first setting that changed and must not."""
+    """Raises ConfigError for the first setting that has changed but must not change."""
     # earlier releases recorded relative paths
     before, after = (
         _flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)
@@ -207,14 +209,14 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """Returns the SHA-256 digest of each input that prompts are made from, by the input's name.
+    """Returns the SHA-256 digests of the inputs that prompts are made from, by name of the input.
 
     The inputs are the tokenizer's files, the chat template if prompts use a chat template, and the
     token ids of the first prompt. The first prompt reveals changes that the files do not show, such
     as a new system prompt or data order.
 
     Args:
-        source: at its beginning. Its position is restored.
+        source: prompt source at its beginning. The position of the source is restored.
     """
     folder = Path(config.model.path)
     names = {*_FILES, *getattr(tokenizer, "vocab_files_names", {}).values(), "tokenizer.json"}

@@ -1,5 +1,5 @@
-"""Resources of an open run (workers, verifiers, prompts, files), opened in order and closed in
-reverse."""
+"""Opens the resources of a run (workers, verifiers, prompts, files) in order, and closes them in
+reverse order."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ from megatron_stare.tasks.task import Task
 
 
 class Session:
-    """Context manager of a run in progress. On exit, every process that the session started is
-    stopped.
+    """Context manager for a run in progress. On exit, the session stops every process that it
+    started.
 
     Args:
-        inputs: read and checked before.
+        inputs: inputs of the run, already checked.
         held: the run's directory, and the checkpoint to resume from, if any.
         dump_step: the step to dump, if any.
         limit: time limit of the run.
@@ -121,8 +121,9 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the run's state and the position in the prompts to the beginning of the run or to
-        the resume point. Returns the checkpoint to load; None if there is none to load."""
+        """Sets the state of the run and the position in the prompts. A new run starts at its
+        beginning, and a resumed run starts at the resume point. Returns the checkpoint to load, or
+        None if no checkpoint is loaded."""
         inputs, held = self._inputs, self._held
         made_with = prompt_inputs(self.config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
@@ -189,7 +190,7 @@ class Session:
         return pools
 
     def _open_saves(self, stack: ClosingStack) -> None:
-        """Makes the agreement watch, the guards, and the part that saves checkpoints."""
+        """Creates the agreement watch, the guards, and the part that saves checkpoints."""
         self.agreement = AgreementWatch(self._inputs.run, self.ranks, self.engines)
         self.agreement.restore(self.monitor.resumed)
         self.guards = Guards(self.config.faults.guards, self.config.model.dtype)
@@ -217,9 +218,9 @@ class Session:
     def _open_evaluators(
         self, stack: ClosingStack, runner: Runner
     ) -> tuple[EnginePool, Evaluator] | None:
-        """Makes `self.evaluator`, which evaluates on the training engines. Returns the engines
-        reserved for evaluation, and a second evaluator that uses these engines; None if no engines
-        are reserved or nothing is evaluated."""
+        """Creates `self.evaluator`, which evaluates on the training engines. Returns the engines
+        that are reserved for evaluation, and a second evaluator that uses these engines. Returns
+        None if no engines are reserved or the run has no evaluations."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
         if not self._inputs.evaluations or not (
@@ -259,8 +260,7 @@ class Session:
         )
 
     def _open_demonstrations(self) -> None:
-        """Makes the source of a run that learns from responses that others wrote, and the part that
-        logs the held-out loss."""
+        """Creates the source of demonstrations and the part that logs the held-out loss."""
         self.rollouts = Demonstrations(
             self.source,
             self.config.batch.prompts,
@@ -322,7 +322,7 @@ class Session:
         self.monitor.gauges += [part.metrics for part in parts]
 
     def _tell(self, runner: Runner) -> None:
-        """Records the placement and logs the notes of a run's start."""
+        """Records the placement of the workers and logs the notes about the start of the run."""
         held = self._held
         self.dir.record_placement(runner.notes())
         told = () if held.restarted or held.went_back else held.plan.notes
@@ -334,7 +334,8 @@ class Session:
             self.monitor.note(line)
 
     def _continue(self, restored: Path | None) -> None:
-        """Loads the checkpoint to resume from, if any, and notes where the run continues."""
+        """Loads the checkpoint to resume from, if any, and logs after which step the run
+        continues."""
         if restored:
             with offering_older(restored):
                 self.checkpoints.load(restored)
@@ -368,11 +369,12 @@ class Session:
             makes_steps(None)
 
     def steps(self) -> Iterator[int]:
-        """Yields the remaining steps. After each step, before it yields the next, makes the saves
-        and evaluations that are due.
+        """Yields the numbers of the remaining steps. Between two steps, makes the saves and
+        evaluations that are due.
 
         Raises:
-            RollBack: the run continues from its newest checkpoint, without the last step's prompts.
+            RollBack: the run must continue from its newest checkpoint and leave out the prompts of
+                the last step.
             GuardError: a metric of the last step ends the run.
         """
         makes_steps(self.config.checkpoint.grace_s)
@@ -423,7 +425,7 @@ class Session:
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """Advances the run's state to step `version`, after the weights of that step were published
+        """Advances the run's state to step `version`. The weights of this step have been published
         for the next rollouts."""
         self.state.step, self.state.data = version, self.rollouts.state()
         if self.groups is not None:
@@ -434,8 +436,7 @@ class Session:
 def _say_what_was_lost(
     runner: Runner, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """If a lost process caused `error`, raises the exception that reports the lost process
-    instead."""
+    """If a lost process caused `error`, raises an exception that reports the lost process."""
     if (
         isinstance(error, Exception)
         and not isinstance(error, RollBack)
@@ -447,11 +448,11 @@ def _say_what_was_lost(
 def make_runner(
     run: ResolvedRun, awaited: Awaited | None = None, tell: Callable[[str], None] = unsaid
 ) -> Runner:
-    """Returns the runner that the configuration names. Only the module of that runner is imported,
-    so that inline runs need no Ray.
+    """Returns the runner that the configuration names. Imports only the module of this runner, so
+    that inline runs do not need Ray.
 
     Args:
-        tell: called with a line of text before the start of anything that takes seconds.
+        tell: called with a line of text before each part of the start that takes seconds.
     """
     if run.config.runtime.runner == "inline":
         from megatron_stare.cluster.inline import InlineRunner

@@ -1,13 +1,14 @@
-"""`train --supervise`: a parent process that starts a run's driver and restarts it after a loss.
+"""Supervises a run (`train --supervise`). A parent process starts the driver of the run and
+restarts the driver after a loss.
 
 A driver may be killed. If Ray's control store is gone, Ray ends the driver from C++ without running
-`finally` blocks or atexit handlers. So the supervisor imports neither Ray nor torch. The driver
-sends the run directory to the supervisor through a pipe, and the supervisor reads progress and the
-restart rule from files in the run directory.
+`finally` blocks or atexit handlers. The supervisor therefore imports neither Ray nor torch. The
+driver sends the path of the run directory to the supervisor through a pipe. The supervisor reads
+the progress and the restart rule from files in the run directory.
 
 An environment variable tells the driver about its supervisor. The driver removes this variable from
-its own environment. If the supervisor dies, the kernel sends the driver SIGTERM, which ends the run
-as usual.
+its own environment. If the supervisor dies, the kernel sends SIGTERM to the driver, and the run
+ends as after any SIGTERM.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ _restarts = 0  # number of restarts by the supervisor
 
 
 def driver_of(command: str) -> tuple[str, ...]:
-    """Returns the command line of a driver that runs a command of `megatron-stare`."""
+    """Returns the command line that runs a command of `megatron-stare` as a driver."""
     return (sys.executable, "-m", "megatron_stare.cli", command)
 
 
 def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence[str]) -> int:
-    """Runs a driver with `arguments` in a child process. Restarts the driver if it was lost.
+    """Runs a driver with `arguments` in a child process. Restarts a driver that was lost.
 
     Args:
-        arguments: every option is one word.
-        program: command line of a driver, up to its arguments.
-        limit_s: time limit of `--stop-after`, from now on, seconds.
+        arguments: arguments of the driver. Every option is one word.
+        program: command line of a driver, without the arguments.
+        limit_s: time limit of `--stop-after` in seconds, counted from this call.
 
     Returns:
-        The exit code of the last driver; 128 + n if signal n killed it.
+        The exit code of the last driver, or 128 + n if signal n killed the driver.
     """
     caught = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*caught, signal.SIGCHLD})
@@ -67,12 +68,12 @@ def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence
 
 
 class _Supervisor:
-    """Starts drivers and handles signals. Signals are blocked and taken one at a time, so that none
-    is lost and none interrupts other code.
+    """Starts drivers and handles signals. Signals are blocked and handled one at a time, so that no
+    signal is lost and no signal interrupts other code.
 
     Args:
         program: command of a driver.
-        arguments: of the first driver.
+        arguments: arguments of the first driver.
         limit_s: time limit of all drivers together, seconds; None: no limit.
         caught: signals that are forwarded to the driver.
         mask: the driver's signal mask.
@@ -122,7 +123,8 @@ class _Supervisor:
                 return 128 + self._ended_by
 
     def _drive(self, restarts: int) -> int:
-        """Starts a driver, waits for its end and returns its code; -n if signal n killed it."""
+        """Starts a driver, waits for its end, and returns its exit code. Returns -n if signal n
+        killed the driver."""
         here, there = os.pipe()
         os.set_inheritable(there, True)
         command = [*self._program, *self._now()]
@@ -158,11 +160,11 @@ class _Supervisor:
         os.kill(driver, number)  # the pid is valid until this process reaps it
 
     def _now(self) -> list[str]:
-        """Returns the next driver's arguments.
+        """Returns the arguments of the next driver.
 
-        If the run directory exists, the driver resumes from it. `--from-step` is dropped once a
-        driver has opened the run, so that later steps are not discarded again. `--stop-after` is
-        the remaining time.
+        If the run directory exists, the driver resumes the run in this directory. `--from-step` is
+        dropped once a driver has opened the run, so that later steps are not discarded again.
+        `--stop-after` is set to the remaining time.
         """
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
@@ -174,7 +176,8 @@ class _Supervisor:
         return [*arguments, f"--stop-after={max(1, round(self._until - time.monotonic()))}"]
 
     def _made(self) -> int:
-        """Returns the last step in the run's metrics; 0 if there is none."""
+        """Returns the number of the last step in the run's metrics, or 0 if the metrics contain no
+        step."""
         if self._run_dir is None:
             return 0
         with contextlib.suppress(OSError, DataError, LookupError, ValueError):
@@ -182,7 +185,8 @@ class _Supervisor:
         return 0
 
     def _rule(self) -> RecoveryRule:
-        """Returns the rule in the run's configuration, or the default if it cannot be read yet."""
+        """Returns the restart rule from the run's configuration. Returns the default rule if the
+        configuration cannot be read yet."""
         if self._run_dir is not None:
             with contextlib.suppress(OSError, yaml.YAMLError, LookupError, TypeError):
                 config = with_new_names(yaml.safe_load((self._run_dir / CONFIG_FILE).read_text()))
@@ -190,7 +194,7 @@ class _Supervisor:
         return RecoveryRule()
 
     def _pause(self, wait_s: float) -> None:
-        """Waits `wait_s` seconds, or until a signal ends the run."""
+        """Waits for `wait_s` seconds. Stops waiting if a signal ends the run."""
         until = time.monotonic() + wait_s
         while self._ended_by is None and (left := until - time.monotonic()) > 0:
             found = signal.sigtimedwait(set(self._caught), left)
@@ -198,7 +202,8 @@ class _Supervisor:
                 self._ended_by = found.si_signo
 
     def _sweep(self) -> None:
-        """Waits until all processes that the driver started have ended; kills them after LEFT_S."""
+        """Waits until all processes that the driver started have ended. Kills the remaining
+        processes after LEFT_S."""
         until = time.monotonic() + LEFT_S
         while True:
             try:
@@ -218,8 +223,8 @@ class _Supervisor:
 def _is_lost(code: int) -> bool:
     """Tells whether a driver with this return code was lost and must be restarted.
 
-    A driver is lost after an abort, any signal but SIGINT and SIGTERM, or an error that is not a
-    UserError.
+    A driver counts as lost after an abort, after any signal except SIGINT and SIGTERM, or after an
+    error that is not a UserError.
     """
     return -code not in ENDING if code < 0 else code == 1
 
@@ -242,10 +247,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def attach() -> bool:
-    """Attaches this driver to its supervisor and returns whether there is one.
+    """Attaches this driver to its supervisor. Returns True if the driver has a supervisor.
 
-    Opens the pipe to the supervisor, and has the kernel send SIGTERM if the supervisor dies. Call
-    `attach` once SIGTERM is caught, on a thread that lasts as long as the run.
+    Opens the pipe to the supervisor, and asks the kernel to send SIGTERM if the supervisor dies.
+    Call `attach` after the SIGTERM handler is installed, on a thread that lives as long as the run.
     """
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)
@@ -281,5 +286,5 @@ def supervised() -> bool:
 
 
 def restarted() -> bool:
-    """Tells whether this driver replaces a lost one."""
+    """Tells whether this driver replaces a lost driver."""
     return _restarts > 0

@@ -1,5 +1,5 @@
-"""The rollout source of training: adds advantages, verifies each weight sync, and offloads
-colocated engines."""
+"""Wraps the rollout source of training. The wrapper adds advantages, verifies each weight sync, and
+offloads colocated engines."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TrainingSource(RolloutSource):
 
     Args:
         source: produces the batches.
-        judge: computes advantages from rewards. Nothing else does.
+        judge: the only function that computes advantages from rewards.
         phase: opens a phase of the step, by name.
-        published: called with the version of weights that have arrived.
+        published: called with the version of the weights that have been published.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class TrainingSource(RolloutSource):
         self._phase, self._published = phase, published
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. The batch has advantages. A step that is interrupted during `next`
-        counts as not begun."""
+        """See RolloutSource. The returned batch contains advantages. A step that is interrupted
+        during `next` counts as not begun."""
         with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """See RolloutSource. Skips the sync if the run is asked to end, since nothing more is
-        sampled.
+        """See RolloutSource. Skips the weight sync if the run is asked to end, because no more
+        responses are sampled.
 
         Raises:
-            AgreementError: the engines do not compute with these weights.
+            AgreementError: the engines do not compute with the published weights.
         """
         if not is_asked_to_end():
             with self._phase("sync"):

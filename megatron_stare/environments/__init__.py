@@ -1,6 +1,8 @@
-"""Environments: everything between a prompt and the end of its response, in one turn or several.
+"""Environments. An environment controls everything between a prompt and the end of its response, in
+one or several turns.
 
-A user's own environment is one file, named in YAML by its dotted path (`rollout.environment`).
+A user-defined environment is one file. The setting `rollout.environment` names the class of the
+environment by dotted path.
 """
 
 ENVIRONMENTS = {

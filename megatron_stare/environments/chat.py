@@ -1,8 +1,8 @@
-"""Conversations with tools over tokens: which calls a turn of the policy makes, and which tokens
-stand between this turn and the next.
+"""Handles conversations with tools as tokens. Reads the tool calls in a turn of the policy, and
+renders the tokens between this turn and the next.
 
-The tokenizer's chat template gives the tokens between turns, and sampled tokens are never encoded
-again. Calls are in the form of Hermes, Qwen2.5 and Qwen3.
+The tokenizer's chat template defines the tokens between turns. Sampled tokens are never encoded
+again, except in a new branch. Tool calls have the format of Hermes, Qwen2.5 and Qwen3.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ WHERE = "data.chat_template"
 
 
 class Call(NamedTuple):
-    """A call of a tool, as the policy wrote it."""
+    """Tool call that the policy wrote."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 class Malformed(NamedTuple):
-    """Text that stands where a call should, and why it is none."""
+    """Text that should be a tool call but cannot be read, and the reason."""
 
     text: str
     why: str
 
 
 def read_calls(text: str) -> list[Call | Malformed]:
-    """Returns the calls in the text of a turn, in order.
+    """Returns the tool calls in the text of a turn, in order.
 
-    Form and meaning are those of SGLang's detector `qwen25`, which leaves malformed calls out.
+    The format of calls is that of SGLang's detector `qwen25`. That detector omits malformed calls;
+    `read_calls` returns a Malformed for each malformed call.
     """
     found: list[Call | Malformed] = []
     for body in _CALL.findall(text):
@@ -68,18 +69,19 @@ def _call(read: Any, body: str) -> Call | Malformed:
 
 
 class ChatFormat:
-    """A tokenizer's chat template, as far as it stands between the turns of one response.
+    """The part of a tokenizer's chat template that renders the tokens between the turns of a
+    response.
 
     end: id of the token that ends a turn.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        tools: schemas, as the template takes them.
+        tools: schemas of the tools, in the form that the template expects.
         settings: further values for the template (`data.chat_template_kwargs`).
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or the template does not know tools or
-            calls of this form.
+        ConfigError: the tokenizer has no chat template, or the template does not support tools or
+            this format of calls.
     """
 
     def __init__(
@@ -122,27 +124,27 @@ class ChatFormat:
         self.end = self._special[whole[slice(*ends)]]
 
     def between(self, answers: Sequence[str]) -> tuple[list[int], str]:
-        """Returns the token ids [n], and their text, that follow a turn of calls up to the policy's
-        next turn: the tools' answers and the next turn's opening.
+        """Returns the token ids [n] between a turn with calls and the policy's next turn, and the
+        text of these tokens. The tokens are the tools' answers and the opening of the next turn.
 
-        Text in an answer that would be a token of the template is broken by a space.
+        If an answer contains the text of a template token, a space is inserted into this text.
 
         Args:
-            answers: texts, at least one.
+            answers: texts of the tools' answers, at least one.
         """
         whole = self._rendered([self._harmless(answer) for answer in answers])
         text = whole[self._turn_end(whole, whole.rfind(_MARK))[1] :]
         return self._tokenizer(text, add_special_tokens=False).input_ids, text
 
     def left_out(self) -> list[int] | None:
-        """Tells whether the template leaves the thinking out of a turn that is answered.
+        """Checks whether the template leaves the thinking out of earlier turns.
 
         Returns:
-            None: the turn keeps it. Else the ids with which the opening of a turn begins to think,
-            which such a turn lacks.
+            None if the template keeps the thinking. Otherwise the token ids that start the thinking
+            at the end of a turn's opening. The template omits these token ids from an earlier turn.
 
         Raises:
-            ConfigError: the template changes such a turn in another way.
+            ConfigError: the template changes an earlier turn in another way.
         """
         rest = f"{THINK}\n{_THOUGHT}\n{THOUGHT}\n\nrest"
         aloud, silent = (self._rendered(["answer"], content) for content in (rest, "rest"))
@@ -168,19 +170,20 @@ class ChatFormat:
         return ids[1]
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
-        """Returns the ids of a context and of the turn that followed it, without what `left_out`
-        says is left out of it.
+        """Returns the token ids of a context and of the turn after it, in the template's form for
+        earlier turns. Omits the thinking and the ids from `left_out`.
 
         Args:
-            text: of the turn.
-            opened: from `left_out`.
+            text: text of the turn.
+            opened: the ids that `left_out` returned.
         """
         rest = _broken(text.rpartition(THOUGHT)[2].lstrip("\n"), self._special)
         ids = self._tokenizer(rest, add_special_tokens=False).input_ids
         return [*context[: len(context) - len(opened)], *ids, self.end]
 
     def _rendered(self, answers: Sequence[str], content: str = "") -> str:
-        """A conversation with as many calls as answers, up to the opening of the next turn."""
+        """Renders a conversation with one tool call per answer, up to the opening of the next
+        turn."""
         call = {"name": "call", "arguments": {"text": _MARK}}
         calls = [{"type": "function", "function": call} for _ in answers]
         return self._template(
@@ -208,8 +211,8 @@ class ChatFormat:
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
-        """Finds where the first special token after a position begins and ends: that of the turn's
-        end."""
+        """Returns the start and the end of the first special token after position `after`. `after`
+        must be a position inside a turn, so that this special token ends the turn."""
         found = [
             (at, at + len(token))
             for token in self._special
@@ -229,7 +232,7 @@ class ChatFormat:
 
 
 def _broken(text: str, marks: Iterable[str]) -> str:
-    """Returns the text with a space in each of the marks."""
+    """Returns the text with a space inserted into every occurrence of a mark."""
     for mark in marks:
         text = text.replace(mark, f"{mark[0]} {mark[1:]}")
     return text

@@ -1,7 +1,7 @@
-"""The contract between an environment and the rollouts, and the response that an environment builds
-up.
+"""Defines the interface between an environment and the rollouts, and the response that an
+environment builds.
 
-Shape legend: n tokens of a turn or of the response so far.
+Shape legend: n is the number of tokens of a turn or of the response so far.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ WHERE = "rollout.environment"
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens that the policy sampled in one call, and their text.
+    """Tokens that the policy sampled in one call, and the text of these tokens.
 
     text: text of the tokens, decoded without special tokens and without the stop token.
-    experts: the engine's experts for the first tokens of context and turn together. The tensor's
-        first dimension m is the number of these tokens. None if the run does not replay the
-        engine's routing.
-    finish_reason: the value is 'length' also if the response's token limit left no room for a
-        token, and 'stop' also if a stop string ended the turn.
-    stop: the stop string that ended the turn; None: no stop string ended the turn. `text` contains
-        the stop string, and after the stop string the rest of the last token.
+    experts: the experts that the engine chose for the first m tokens of context and turn together,
+        where m is the first dimension of the tensor. None if the run does not replay the engine's
+        routing.
+    finish_reason: 'length' if a token limit ended the turn, even if the limit allowed no token at
+        all. 'stop' if a stop token or a stop string ended the turn.
+    stop: the stop string that ended the turn, or None. `text` contains the stop string and then the
+        rest of the last token.
     """
 
     tokens: Tensor  # [n] int32
@@ -48,9 +48,9 @@ class Turn:
 
 
 class CallFailedError(UserError):
-    """Error of a tool, recorded in the journal as the answer to the call. An environment may catch
-    the CallFailedError and continue. When the journal later replays the call, the same error is
-    raised, and the environment continues in the same way."""
+    """Error of a tool. The journal records the error as the answer to the call. An environment may
+    catch the CallFailedError and continue. When the journal replays the call, the journal raises
+    the same error, so that the environment continues in the same way."""
 
 
 # called with the request and the call's id; returns a value that JSON can hold
@@ -58,8 +58,8 @@ Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """Calls that an environment makes for one trajectory: to the policy for tokens, and to its own
-    tools for answers."""
+    """Interface through which an environment samples tokens from the policy and calls its tools,
+    for one trajectory."""
 
     async def __call__(
         self,
@@ -68,17 +68,17 @@ class Generate(Protocol):
         stop: str | Sequence[str] = (),
         branch: Branch | None = None,
     ) -> Turn:
-        """Continues `context`, the prompt's tokens and the response so far, until a stop token, a
-        stop string or the length limit.
+        """Continues `context` until a stop token, a stop string or the length limit. `context`
+        consists of the tokens of the prompt and of the response so far.
 
         Args:
-            branch: the branch that is continued, `Response.branch`; None: the first. `context` is
-                then the branch's context and the tokens since.
-            max_new_tokens: limit of this turn; None: what rollout.max_new_tokens leaves for the
-                whole response.
-            stop: strings; the token that completes the first of them in the text ends the turn.
-                Each ends in an ASCII character and contains no special token, because a turn's text
-                has none.
+            branch: the branch to continue, from `Response.branch`; None: the first branch. For a
+                later branch, `context` consists of the branch's context and the tokens after it.
+            max_new_tokens: token limit of this turn; None: the tokens that remain for the response
+                under rollout.max_new_tokens.
+            stop: stop strings. The token that completes the first stop string in the text ends the
+                turn. A stop string must end in an ASCII character. A stop string must not contain a
+                special token, because the text of a turn contains no special tokens.
 
         Raises:
             DataError: `context` does not begin with the prompt's tokens or the branch's context,
@@ -87,35 +87,35 @@ class Generate(Protocol):
         ...
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
-        """Returns the answer of a tool outside of the run. Calls the tool at most once, unless the
-        tool is idempotent.
+        """Calls a tool outside of the run and returns its answer. Calls the tool at most once,
+        unless the tool is idempotent.
 
-        The journal records the intent before the call and the answer after it. If the environment
-        runs again, because its response was cut or the run was resumed, the journal returns the
-        recorded answer and the tool is not called. If a call was begun but never answered, the tool
+        The journal records the intent before the call and the answer after the call. An environment
+        runs again if its response was cut or the run was resumed. The journal then returns the
+        recorded answer without calling the tool. If a call was begun but never answered, the tool
         may or may not have acted. If the tool is idempotent, an unanswered call is repeated under
         the same id. If the tool is not idempotent, the rollouts discard a response with an
         unanswered call.
 
         Args:
-            tool: awaited as `tool(request, id)`, with an id unique to this call. When the
+            tool: awaited as `tool(request, id)`, where `id` is unique to this call. When the
                 environment runs again, the tool's name and the request identify the call.
             request: a value that JSON can hold.
-            idempotent: True: two calls under one id have the same effect as one.
+            idempotent: True if two calls with the same id have the same effect as one call.
 
         Returns:
-            The tool's answer after a round trip through JSON: tuples become lists.
+            The tool's answer after a round trip through JSON, which turns tuples into lists.
 
         Raises:
             CallFailedError: the tool raised an error.
-            DataError: JSON cannot hold the request or answer, or the environment makes another call
-                than in its first run.
+            DataError: JSON cannot hold the request or the answer, or the environment makes a
+                different call than in its first run.
         """
         ...
 
 
 class Environment(ABC):
-    """Makes a trajectory from a prompt. One object makes all trajectories of a run, many
+    """Makes trajectories from prompts. One object makes all trajectories of a run, many of them
     concurrently.
 
     Args:
@@ -130,8 +130,8 @@ class Environment(ABC):
 
     @classmethod
     def tool_schemas(cls, settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-        """Returns the schemas of the tools that the chat template tells the policy of; None: there
-        are no tools.
+        """Returns the schemas of the tools that the chat template describes to the policy. Returns
+        None if there are no tools.
 
         Args:
             settings: the environment's settings, checked.
@@ -140,8 +140,8 @@ class Environment(ABC):
 
     @classmethod
     def branches(cls, settings: Mapping[str, Any]) -> bool:
-        """Tells whether a response may have several branches (`Response.begin_branch`), which some
-        methods cannot train on.
+        """Tells whether a response may have several branches (`Response.begin_branch`). Some
+        methods cannot train on responses with several branches.
 
         Args:
             settings: the environment's settings, checked.
@@ -150,13 +150,13 @@ class Environment(ABC):
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Returns the response to `prompt`, at most rollout.max_new_tokens tokens including those
-        of the environment."""
+        """Returns the response to `prompt`. The response has at most rollout.max_new_tokens tokens,
+        including the tokens of the environment."""
 
 
 class Response:
-    """A multi-turn response under construction: sampled tokens carry loss, the environment's tokens
-    do not."""
+    """A multi-turn response under construction. Sampled tokens carry loss, and tokens of the
+    environment do not."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -172,38 +172,39 @@ class Response:
 
     @property
     def length(self) -> int:
-        """Tokens so far, those of the environment included."""
+        """Number of tokens so far, including tokens of the environment."""
         return sum(part.numel() for part in self._tokens)
 
     @property
     def branch(self) -> Branch | None:
-        """The newest branch; None: the first, whose context is the prompt."""
+        """The newest branch. None for the first branch, whose context is the prompt."""
         return self._branches[-1] if self._branches else None
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens from which the next turn continues: of the newest branch, its context and what
-        followed; of the first branch, the prompt and the response so far."""
+        """Token ids from which the next turn continues. The context of a turn in the first branch
+        is the prompt and the response so far. The context of a turn in a later branch is the
+        branch's own context and the tokens after it."""
         tokens = [token for part in self._tokens for token in part.tolist()]
         if (branch := self.branch) is None:
             return (*self._prompt.token_ids, *tokens)
         return (*branch.context, *tokens[branch.start :])
 
     def begin_branch(self, context: Iterable[int], text: str = "") -> Branch:
-        """Begins a new branch, which the next tokens belong to, and returns it.
+        """Begins a new branch and returns it. The next tokens belong to the new branch.
 
-        Nothing of the context carries loss. The class's `branches` must say True.
+        No token of the context carries loss. The environment's method `branches` must return True.
 
         Args:
-            context: ids of at least one token: a rewritten history, or an agent's task.
-            text: text of the context, for people.
+            context: ids of at least one token, for example a rewritten history or an agent's task.
+            text: text of the context, for display only.
         """
         self._branches.append(Branch(self.length, tuple(context)))
         self._texts.append(text)
         return self._branches[-1]
 
     def sampled(self, turn: Turn) -> Turn:
-        """Appends a turn of the policy, and returns it."""
+        """Appends a turn of the policy, and returns the turn."""
         self._append(turn.tokens, turn.log_probs, True)
         self._versions += turn.versions
         self._finish_reason = turn.finish_reason
@@ -213,11 +214,11 @@ class Response:
         return turn
 
     def observed(self, tokens: Iterable[int], text: str = "") -> None:
-        """Appends tokens of the environment, which the policy is not trained on and no verifier
-        reads.
+        """Appends tokens of the environment. The policy is not trained on these tokens, and no
+        verifier reads them.
 
         Args:
-            text: text of the tokens, for people.
+            text: text of the tokens, for display only.
         """
         ids = torch.tensor([*tokens], dtype=torch.int32)
         self._append(ids, torch.zeros(len(ids)), False)
@@ -226,8 +227,8 @@ class Response:
         self._texts.append(text)
 
     def trajectory(self) -> Trajectory:
-        """Returns the response so far. The trajectory's `text` is for people and includes turns and
-        observations. A verifier reads only what the policy sampled."""
+        """Returns the response so far. The trajectory's `text` is for display and includes turns
+        and observations. A verifier reads only the text that the policy sampled."""
         return Trajectory(
             prompt=self._prompt,
             sample_index=0,  # the rollouts set it
@@ -248,22 +249,23 @@ class Response:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenates parts; a single part, the usual case, is returned as it is."""
+    """Concatenates the parts. Returns a single part, which is the usual case, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def make_environment(environment: Extension | str, config: Config, tokenizer: Any) -> Environment:
-    """Builds the environment of a name or dotted path.
+    """Builds the environment with the given name or dotted path.
 
     Raises:
-        ConfigError: no such environment, the class is not an Environment, or a setting is wrong.
+        ConfigError: the environment does not exist, its class is not an Environment, or a setting
+            is invalid.
     """
     kind, settings = find_environment(environment)
     return kind(config, tokenizer, **settings)
 
 
 def find_environment(environment: Extension | str) -> tuple[type[Environment], dict[str, Any]]:
-    """Returns the class of an environment, and its settings. Raises ConfigError like
+    """Returns the class of an environment and the environment's settings. Raises ConfigError like
     `make_environment`."""
     environment = Extension.read(environment)
     kind = resolve(environment.name, ENVIRONMENTS, WHERE)

@@ -1,11 +1,12 @@
-"""The process inside a sandbox: `python -I sandbox_worker.py MEMORY_MB CHARACTERS`, started by
-`environments/sandboxes.py` under bubblewrap. It uses the standard library alone.
+"""The process inside a sandbox. `environments/sandboxes.py` starts this process under bubblewrap as
+`python -I sandbox_worker.py MEMORY_MB CHARACTERS`. This module uses only the standard library.
 
-Reads {"code": text, "seconds": s} a line from stdin, and writes {"output": text, "failed": bool} a
-line to stdout, or {"broken": why} where a code could not be isolated and was not run. Each code
-runs in a process forked from this one, which has imported what code usually imports. The process
-has its own user, process, mount, IPC and host namespaces, an empty scratch folder, limits, and a
-filter of system calls: it cannot start a process or thread.
+The process reads one request {"code": text, "seconds": s} per line from stdin. For each request it
+writes one line {"output": text, "failed": bool} to stdout. If a program could not be isolated, the
+program is not run, and the line is {"broken": why}. Each program runs in a process forked from this
+one, where the usual libraries are already imported. The forked process has its own user, process,
+mount, IPC and host namespaces, an empty scratch folder, and resource limits. A filter of system
+calls prevents the forked process from starting a process or a thread.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _REFUSED = {
 
 
 class SetUpError(Exception):
-    """Raised where the kernel refuses a part of the isolation."""
+    """Raised if the kernel refuses a part of the isolation."""
 
 
 def main(memory_mb: int, characters: int) -> None:
@@ -88,7 +89,8 @@ def main(memory_mb: int, characters: int) -> None:
 
 
 def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str, object]:
-    """Runs code, and returns what is written of it; of its output at most `characters`."""
+    """Runs a program and returns the answer to write to stdout. The answer contains at most
+    `characters` characters of the program's output."""
     out, into = os.pipe()
     warden = os.fork()
     if not warden:
@@ -120,8 +122,9 @@ def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str,
 
 
 def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
-    """Starts the code's process in namespaces of its own, and stops it after `seconds`. Returns an
-    exit code: that of the code, or one that the code cannot give."""
+    """Starts the program's process in new namespaces, and stops the process after `seconds`.
+    Returns the exit code of the program, or TIMED_OUT or NOT_SET_UP, which a program cannot
+    return."""
     is_ready, ready = os.pipe()
     try:
         _die_with_parent()
@@ -156,8 +159,8 @@ def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
 
 
 def _separate() -> None:
-    """Enters new namespaces; the next child of this process is the first of its process
-    namespace."""
+    """Enters new namespaces. The next child of this process becomes the first process of the new
+    process namespace."""
     user, group = os.geteuid(), os.getegid()
     _called("unshare", _NEW)
     for file, line in (
@@ -170,8 +173,9 @@ def _separate() -> None:
 
 
 def _confine(out: int, ready: int, memory_mb: int, seconds: float) -> None:
-    """Gives this process an empty scratch folder, no other open file than `out` as its output, its
-    limits, and no privilege, then the filter of system calls. Says on `ready` that this is done."""
+    """Isolates this process. Mounts an empty scratch folder, closes all files except the output
+    `out`, sets the resource limits, drops all privileges, and installs the filter of system calls.
+    Then reports on `ready` that the process is isolated."""
     _called("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
     flags = _NO_SUID | _NO_DEVICES | _NO_EXECUTION
     size = f"size={SCRATCH_MB}m,nr_inodes=1k,mode=700".encode()
@@ -207,7 +211,8 @@ def _confine(out: int, ready: int, memory_mb: int, seconds: float) -> None:
 
 
 def _filter_calls() -> None:
-    """Installs the filter of system calls, for good (seccomp in Linux's documentation)."""
+    """Installs the filter of system calls, which cannot be removed (seccomp in Linux's
+    documentation)."""
     machine = platform.machine()
     if machine not in _REFUSED:
         raise SetUpError(f"no filter of system calls for {machine}")
@@ -237,7 +242,7 @@ def _filter_calls() -> None:
 
 
 def _execute(code: str) -> None:
-    """Runs the code as a program of its own, and ends the process."""
+    """Runs the code as a main program, and ends the process."""
     ended = 0
     if drawing := sys.modules.get("numpy.random"):  # Python's own is seeded after a fork
         drawing.seed()
@@ -261,7 +266,7 @@ def _execute(code: str) -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """Prints an exception, of its trace only the code's own lines."""
+    """Prints an exception. The printed trace contains only lines of the program itself."""
     with contextlib.suppress(BaseException):
         told = traceback.TracebackException.from_exception(error, limit=-20, compact=True)
         own = [frame for frame in told.stack if frame.filename == "<code>"]
@@ -275,7 +280,7 @@ def _die_with_parent() -> None:
 
 
 def _called(name: str, *arguments: object) -> None:
-    """Calls a function of the C library. Raises SetUpError where it fails."""
+    """Calls a function of the C library. Raises SetUpError if the function fails."""
     if getattr(_LIBC, name)(*arguments) != 0:
         raise SetUpError(f"{name} is refused: {os.strerror(ctypes.get_errno())}")
 

@@ -1,9 +1,10 @@
-"""Sandboxes: where Python code that a policy wrote runs.
+"""Sandboxes, which run Python code that a policy wrote.
 
-`bubblewrap` runs it on this machine, without network, files of the machine, other processes, or
-more than its memory and time. `remote` sends it to a server that speaks SandboxFusion's protocol.
-`monty` runs it in another interpreter, which knows a part of Python and nothing of the machine.
-Each code starts from nothing: names and files of an earlier one are gone.
+`bubblewrap` runs the code on this machine, without access to the network, the machine's files or
+other processes, and with limits of memory and time. `remote` sends the code to a server with
+SandboxFusion's protocol. `monty` runs the code in another interpreter, which supports a part of
+Python and has no access to the machine. Each program starts without names and files of earlier
+programs.
 """
 
 from __future__ import annotations
@@ -47,35 +48,36 @@ _FIX = (
 
 
 class Ran(NamedTuple):
-    """Output of a program, its traceback included, and whether it failed."""
+    """Output of a program, including its traceback, and whether the program failed."""
 
     output: str
     failed: bool
 
 
 class Sandbox(ABC):
-    """Runs Python code. Used by many coroutines at once."""
+    """Runs Python code. Many coroutines may use a sandbox at the same time."""
 
     @abstractmethod
     async def run(self, code: str, seconds: float) -> Ran:
-        """Runs a program of at most `seconds`. Faults of the code are in what is returned.
+        """Runs a program for at most `seconds`. The returned output contains the errors of the
+        program.
 
         Raises:
-            UserError: the sandbox itself does not work, and the program was not run.
+            UserError: the sandbox itself does not work.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what the sandbox has started."""
+        """Ends the processes that the sandbox has started."""
 
 
 class Bubblewrap(Sandbox):
-    """Runs code in processes on this machine, isolated by bubblewrap and the kernel.
+    """Runs code in processes on this machine. Bubblewrap and the kernel isolate these processes.
 
     Args:
-        workers: codes that run at once.
-        memory_mb: limit of address space of a code's process, 2**20 bytes.
-        characters: of the output that is kept.
+        workers: number of programs that run at the same time.
+        memory_mb: address space limit of a program's process, in 2**20 bytes.
+        characters: number of characters of output that are kept.
     """
 
     def __init__(self, workers: int, memory_mb: int, characters: int) -> None:
@@ -122,7 +124,8 @@ class Bubblewrap(Sandbox):
 
 
 class _Worker:
-    """A process in which codes run one after another. Raises UserError if it does not start."""
+    """A process that runs programs one after another. Raises UserError if the process does not
+    start."""
 
     def __init__(self, memory_mb: int, characters: int) -> None:
         self._process = subprocess.Popen(
@@ -146,7 +149,7 @@ class _Worker:
             )
 
     def ask(self, code: str, seconds: float) -> Ran | None:
-        """Runs a code; None: the process does not answer."""
+        """Runs a program. Returns None if the process does not answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             asked = json.dumps({"code": code, "seconds": seconds}).encode() + b"\n"
@@ -179,13 +182,13 @@ class _Worker:
 
 
 class Remote(Sandbox):
-    """Sends code to a server that speaks SandboxFusion's protocol: POST URL/run_code.
+    """Sends code to a server with SandboxFusion's protocol (POST URL/run_code).
 
     Args:
         url: http://... or https://..., without /run_code.
-        workers: requests at once.
-        memory_mb: limit that the server is asked to set, 2**20 bytes.
-        characters: of the output that is kept.
+        workers: number of requests at the same time.
+        memory_mb: memory limit that the server is asked to set, in 2**20 bytes.
+        characters: number of characters of output that are kept.
     """
 
     def __init__(self, url: str, workers: int, memory_mb: int, characters: int) -> None:
@@ -248,13 +251,13 @@ class Remote(Sandbox):
 
 
 class Interpreter(Sandbox):
-    """Runs code in processes of the interpreter `pydantic-monty`, which need no namespaces. It
-    lacks numpy, sympy and most of the standard library.
+    """Runs code in processes of the interpreter `pydantic-monty`, which need no namespaces. The
+    interpreter lacks numpy, sympy and most of the standard library.
 
     Args:
-        workers: codes that run at once.
-        memory_mb: limit of a code's objects, 2**20 bytes.
-        characters: of the output that is kept.
+        workers: number of programs that run at the same time.
+        memory_mb: memory limit of a program's objects, in 2**20 bytes.
+        characters: number of characters of output that are kept.
 
     Raises:
         ConfigError: the package is not installed.
@@ -322,13 +325,14 @@ def make_sandbox(
     """Makes a sandbox.
 
     Args:
-        url: of the server of `remote`.
-        workers: codes that run at once.
-        memory_mb: limit of a code, 2**20 bytes.
-        characters: of the output that is kept.
+        url: URL of the server, for `remote`.
+        workers: number of programs that run at the same time.
+        memory_mb: memory limit of a program, in 2**20 bytes.
+        characters: number of characters of output that are kept.
 
     Raises:
-        ConfigError: this machine cannot isolate code, or `url` does not fit `name`.
+        ConfigError: this machine cannot isolate code, or `url` is set although `name` is not
+            `remote`, or is missing for `remote`.
     """
     if (name == "remote") != (url is not None):
         raise ConfigError(
@@ -354,8 +358,8 @@ def make_sandbox(
 
 @cache
 def why_not_isolated() -> str | None:
-    """Returns why bubblewrap cannot isolate code on this machine; None: it can, as a code has just
-    shown."""
+    """Returns the reason why bubblewrap cannot isolate code on this machine. Returns None if a test
+    program ran in isolation."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (there is no bwrap on PATH)"
     try:
@@ -366,8 +370,8 @@ def why_not_isolated() -> str | None:
 
 
 def command() -> list[str]:
-    """Returns the command that starts a worker, which sees the system's libraries and this Python,
-    both read-only, and nothing else of the machine."""
+    """Returns the command that starts a worker. The worker has read-only access to the system's
+    libraries and to this Python, and no access to other files of the machine."""
     script = "/sandbox_worker.py"
     return [
         "bwrap",

@@ -1,4 +1,4 @@
-"""The environment that answers a prompt in one turn."""
+"""Defines the environment in which the policy answers a prompt in one turn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The environment in which the policy calls tools over several turns.
+"""Defines the environment in which the policy calls tools over several turns.
 
-A turn with calls is answered: the answers stand, masked, between this turn and the next. A fault of
-the policy or of a tool is an answer, too: the text of an error.
+If a turn contains tool calls, the tools' answers follow the turn as tokens without loss. An error
+of the policy or of a tool also gives an answer, which contains the text of the error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 def code_interpreter(code: str) -> str:
-    """Stands for the tool that the sandbox runs."""
+    """Placeholder for the tool that the sandbox runs."""
     raise AssertionError("run by the sandbox")
 
 
@@ -73,14 +73,16 @@ code_interpreter.schema = {  # type: ignore[attr-defined]
 
 
 class FolderSearch:
-    """The tool `search`: finds passages in the text files of a folder, ranked by BM25.
+    """The tool `search`, which finds passages in the text files of a folder and ranks the passages
+    by BM25.
 
     Args:
-        folder: read with all its folders: *.txt and *.md, whose passages are parted by empty lines.
-        results: passages that an answer holds.
+        folder: folder with *.txt and *.md files, including all subfolders. Empty lines separate the
+            passages of a file.
+        results: largest number of passages in an answer.
 
     Raises:
-        ConfigError: there is no text there.
+        ConfigError: the folder contains no text.
     """
 
     __name__ = "search"
@@ -133,7 +135,7 @@ def _words(text: str) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A tool's answer. `seconds` is the clock's time that the call took."""
+    """A tool's answer. `seconds` is the wall-clock time of the call."""
 
     text: str
     failed: bool
@@ -142,9 +144,9 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ToolKind:
-    """A tool before it is made: what the policy is told of it.
+    """Definition of a tool, with the schema that describes the tool to the policy.
 
-    once: a call with unknown outcome is never repeated; its response is given up.
+    once: if true, a call with unknown outcome is never repeated, and its response is discarded.
     """
 
     name: str
@@ -154,30 +156,36 @@ class ToolKind:
 
 
 class Tools(Environment):
-    """The policy calls tools until it answers without a call.
+    """Environment in which the policy calls tools until a turn of the policy contains no call.
 
     Settings:
-        tools: names of tools: code_interpreter, search, or the path of a typed function with a
-            docstring, `path/to/tools.py:function` or `my_package.tools.function`. With settings,
-            {name: search, folder: texts}; `once: true` for a tool whose call must not be repeated.
-        max_turns: turns of the policy, the last of which is its answer.
-        max_calls: calls in a response; further ones are answered by an error.
-        turn_tokens: tokens of a turn; null: what the response has left.
-        earlier_thinking: if the chat template leaves the thinking out of an earlier turn: keep it
-            as it was sampled; branch, so that the next turn follows the template's history and is
-            trained after it; or refuse the template.
-        call_seconds: a call's limit. A function of the user's that exceeds it is left to itself.
-        seconds: of all calls of a response together; further ones are answered by an error.
-        answer_characters: a longer answer is cut.
-        sandbox: where `code_interpreter` runs: bubblewrap, remote or monty.
-        sandbox_url: of a server that speaks SandboxFusion's protocol, for `remote`.
-        sandbox_workers: programs that run at once.
-        memory_mb: limit of a program, 2**20 bytes.
+        tools: names of tools. A name is code_interpreter, search, or the path of a typed function
+            with a docstring, `path/to/tools.py:function` or `my_package.tools.function`. A tool
+            with settings is given as {name: search, folder: texts}. Add `once: true` if a call of
+            the tool must not be repeated.
+        max_turns: largest number of turns of the policy. The last turn is the answer.
+        max_calls: largest number of calls in a response. Each further call gets an error as answer.
+        turn_tokens: largest number of tokens of a turn; null: the tokens that remain for the
+            response.
+        earlier_thinking: treatment of a chat template that leaves the thinking out of earlier
+            turns. keep: keep the sampled thinking in the context. branch: begin a branch, so that
+            the next turn is sampled and trained with the template's history as context. refuse:
+            raise an error.
+        call_seconds: time limit of a call. After the limit the policy gets an error as answer, but
+            a function that runs in a thread continues to run.
+        seconds: time limit of all calls of a response together. Each further call gets an error as
+            answer.
+        answer_characters: largest number of characters of an answer. A longer answer is cut.
+        sandbox: sandbox in which `code_interpreter` runs, one of bubblewrap, remote and monty.
+        sandbox_url: URL of a server with SandboxFusion's protocol, for `remote`.
+        sandbox_workers: number of programs that run at the same time.
+        memory_mb: memory limit of a program, in 2**20 bytes.
 
     Raises:
-        ConfigError: a tool cannot be read, two have one name, the chat template does not know
-            tools, ends turns where sampling goes on or leaves thinking out against
-            `earlier_thinking`, or the sandbox does not work here.
+        ConfigError: a tool cannot be read, two tools have the same name, the sandbox does not work
+            on this machine, or the chat template is unsuitable. A template is unsuitable if it does
+            not support tools, ends turns with a token at which sampling does not stop, or changes
+            earlier turns in a way that `earlier_thinking` does not allow.
     """
 
     def __init__(
@@ -304,7 +312,7 @@ class Tools(Environment):
         made: Sequence[Mapping[str, Any]],
         generate: Generate,
     ) -> list[Answer]:
-        """The answers to the calls of a turn, which are made at once."""
+        """Makes the calls of a turn concurrently, and returns the answers."""
         spent = sum(each["seconds"] for each in made)
         left = self._max_calls - len(made)
         answers = await asyncio.gather(
@@ -393,14 +401,14 @@ class Tools(Environment):
 
 
 class Tool:
-    """A tool as `generate.call` takes it."""
+    """A tool in the form that `generate.call` expects."""
 
     def __init__(self, kind: ToolKind, run: Callable[..., Awaitable[Answer]]) -> None:
         self.__name__, self.once = kind.name, kind.once
         self._run, self._check = run, _checker(kind.function)
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ValidationError unless the tool takes these arguments."""
+        """Raises ValidationError if the tool does not accept these arguments."""
         self._check(**arguments)
 
     async def __call__(self, request: Mapping[str, Any], call: str) -> dict[str, Any]:
@@ -412,7 +420,7 @@ def _error(text: str) -> Answer:
 
 
 def _checker(function: Callable[..., Any]) -> Callable[..., None]:
-    """A function that takes the same arguments and does nothing, beside the check."""
+    """Returns a function that checks the arguments of `function` and does nothing else."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -422,7 +430,8 @@ def _checker(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _disguise(stub: Any, function: Callable[..., Any]) -> None:
-    """Gives a function the name, docstring and parameters of a tool, without the call's id."""
+    """Gives `stub` the name, docstring and parameters of `function`, without the parameter for the
+    call's id."""
     inner = function if inspect.isroutine(function) else type(function).__call__
     bound = inspect.signature(function)
     kept = [each for each in bound.parameters.values() if each.name != CALL_ID]
@@ -437,7 +446,7 @@ def _disguise(stub: Any, function: Callable[..., Any]) -> None:
 
 
 def sandboxed(config: Config) -> Mapping[str, Any] | None:
-    """Returns the environment's settings if the policy may write programs, else None. Raises
+    """Returns the environment's settings if the policy can run programs, and None otherwise. Raises
     ConfigError if the environment or a tool cannot be found."""
     kind, settings = find_environment(config.rollout.environment)
     if not issubclass(kind, Tools):
@@ -450,7 +459,8 @@ def read_tools(tools: Sequence[Extension]) -> list[ToolKind]:
     """Finds the tools that a configuration names.
 
     Raises:
-        ConfigError: a tool cannot be found, lacks types or a docstring, or has another's name.
+        ConfigError: a tool cannot be found, lacks types or a docstring, or has the same name as
+            another tool.
     """
     kinds: list[ToolKind] = []
     for extension in tools:
@@ -480,8 +490,8 @@ def _read_tool(extension: Extension) -> ToolKind:
 
 
 def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:
-    """The name and the schema that the policy is told: the function's own attribute `schema`, or
-    what its types and docstring say."""
+    """Returns the name and the schema that describe a tool to the policy. The schema is the
+    function's attribute `schema`, or is made from the function's types and docstring."""
     if (own := getattr(function, "schema", None)) is not None:
         return str(own["function"]["name"]), own
 

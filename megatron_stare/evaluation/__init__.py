@@ -1,2 +1,2 @@
-"""Estimates over the responses to held-out problems: pass@k, maj@k, intervals, and the record of an
-evaluation."""
+"""Evaluates the responses to held-out problems. Computes pass@k, maj@k and intervals, and makes the
+record of an evaluation."""

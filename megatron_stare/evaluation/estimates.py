@@ -1,10 +1,10 @@
-"""Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval
-of a mean over problems. Pure.
+"""Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes the
+interval of a mean over problems. All functions are pure.
 
 Each estimate averages over all subsets of k of the n responses. Each estimate is therefore unbiased
-for k fresh responses and independent of the order of the responses. The variance of a mean is
-computed over problems, because several prompts may share one problem. docs/evaluation.md defines
-the estimates in words.
+for k new responses, and does not depend on the order of the responses. The variance of a mean is
+computed over problems instead of prompts, because several prompts may share one problem.
+docs/evaluation.md defines the estimates in words.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PARTS = 200  # steps of Simpson's rule: relative error 1e-9 in the 95 % quantile
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """Returns the probability that at least one of k responses is right: 1 - C(n - c, k) / C(n, k),
-    with c right responses of n (Chen et al., arXiv 2107.03374, eq. 1). Uses integers until the last
-    division.
+    """Returns the probability that at least one of k responses is right. If c of the n responses
+    are right, the probability is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1).
+    Computes with integers until the last division.
 
     Raises:
         ValueError: unless 0 <= c <= n and 1 <= k <= n.
@@ -38,19 +38,20 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     """Returns the expected result of the most frequent answer among k responses. If several answers
     are equally frequent, one of these answers is drawn at random.
 
-    The k responses are drawn from the n without replacement, and c_j of the n responses give answer
-    j. The expected result is the sum over j and over a = 1..k of r_j P E[1 / (1 + T)]. P is the
-    probability of this event: answer j is drawn exactly a times, and no answer is drawn more often.
-    T is the number of other answers that are also drawn exactly a times, and E is the expectation
-    given the event. Responses without an answer do not vote. If no drawn response has an answer,
-    the result is 0.
+    The k responses are drawn without replacement from the n responses, and c_j of the n responses
+    give answer j. The expected result is the sum of r_j P E[1 / (1 + T)] over all j and over a =
+    1..k. P is the probability that answer j is drawn exactly a times and no answer is drawn more
+    often. T is the number of other answers that are also drawn exactly a times. E is the
+    expectation, given that answer j is drawn a times and no answer is drawn more often. Responses
+    without an answer do not vote. If no drawn response has an answer, the result is 0.
 
     Args:
-        classes: for every answer j, c_j and its result r_j in [0, 1].
-        samples: n, including responses without an answer.
+        classes: the pair (c_j, r_j) for every answer j, where r_j in [0, 1] is the result of the
+            answer.
+        samples: the number n of responses, including responses without an answer.
 
     Raises:
-        ValueError: unless 1 <= k <= n and the classes hold at most n responses.
+        ValueError: unless 1 <= k <= n and the classes contain at most n responses in total.
     """
     voting = sum(count for count, _ in classes)
     if not (1 <= k <= samples and voting <= samples):
@@ -78,14 +79,14 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Sums over all ways to draw k - a responses from `others`, at most `a` from each class, and
-    from `silent`. Each way to draw the responses has a weight. Each summand is the weight of one
-    way, divided by 1 + the number of tied classes. A class is tied if exactly `a` of its responses
-    are drawn.
+    """Sums over all ways to draw k - a responses from `others` and `silent`, with at most `a`
+    responses from each class of `others`. Each summand is the weight of one way, divided by 1 + the
+    number of tied classes. A class is tied if exactly `a` of its responses are drawn.
 
     Args:
-        others: [c + 1] for each class, the weights of drawing 0..c of its responses.
-        silent: the same for the responses without an answer.
+        others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
+            the class.
+        silent: the same weights for the responses without an answer.
     """
     rest, tied = k - a, sum(len(each) > a for each in others)
     # indexed by classes that tie, and by responses drawn
@@ -102,7 +103,7 @@ def _not_beaten(
 
 
 def _binomial(n: int, p: float) -> NDArray[np.float64]:
-    """[n + 1] probabilities of 0..n successes; 0 < p < 1."""
+    """Returns the [n + 1] probabilities of 0..n successes in n trials; 0 < p < 1."""
     log_n = math.lgamma(n + 1)
     logs = [
         log_n
@@ -119,24 +120,25 @@ def wilson_interval(
     results: Sequence[float], problems: Sequence[int] | None = None, level: float = 0.95
 ) -> tuple[float, float, float]:
     """Returns the mean of results in [0, 1] and Wilson's score interval (JASA 22, 1927) of the
-    mean. Each prompt has one result, and the variance is computed over problems.
+    mean. `results` contains one result per prompt. The variance is computed over problems.
 
-    With p the mean of N results, z the (1 + level)/2 quantile of the standard normal, and m an
-    effective number of results, the interval is (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 +
-    z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998). m = 1 + p (1 - p)
-    / v, with v the variance of the mean by `mean_of_problems`. The 1 corrects a bias of p (1 - p):
-    on average, p (1 - p) is smaller than its value at the true mean, by v. If all results are 0 or
-    1 and all prompts have different problems, m equals N, and the interval is the one that Wilson
-    published.
+    Let p be the mean of the N results, z the (1 + level)/2 quantile of the standard normal
+    distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
+    + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
+    Here m = 1 + p (1 - p) / v, and v is the variance of the mean from `mean_of_problems`. The
+    summand 1 in m corrects a bias. On average, p (1 - p) is smaller by v than its value at the true
+    mean. If all results are 0 or 1 and all prompts have different problems, m equals N, and the
+    interval is the one that Wilson published.
 
     A result that is a share of right responses varies less than a result that is 0 or 1. If results
     are shares of right responses, m therefore exceeds the effective number of problems G. The
-    excess m - G is an estimate, which is poor if there are few problems. If the mean is near 0 or
-    1, the estimate depends only on the few results other than 0 and 1. Therefore, if m exceeds G,
-    the interval uses G + min(w, (z/t)²) (m - G) in place of m. Here w is min(1, G min(p, 1 - p)/5),
-    because a normal approximation needs five right and five wrong results. The number t is
-    Student's quantile, with G - 1 degrees of freedom. If no result deviates from the mean, m equals
-    G. tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
+    excess m - G is only an estimate, and is unreliable if there are few problems. If the mean is
+    near 0 or 1, the estimate depends only on the few results other than 0 and 1. Therefore, if m
+    exceeds G, the interval uses G + min(w, (z/t)²) (m - G) in place of m. Here w is min(1, G min(p,
+    1 - p)/5), because a normal approximation needs five right and five wrong results. The number t
+    is the quantile of Student's distribution with G - 1 degrees of freedom. If all results equal
+    the mean, m equals G. tests/evaluation/test_coverage.py simulates how often the interval
+    contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: all are different.
@@ -168,14 +170,14 @@ def wilson_interval(
 def mean_of_problems(
     values: Sequence[float], problems: Sequence[int] | None = None
 ) -> tuple[float, float, float]:
-    """Returns the mean of one value per prompt, the variance of this mean over problems, and the
-    effective number of problems.
+    """Takes one value per prompt. Returns the mean of the values, the variance of this mean over
+    problems, and the effective number of problems.
 
     Let problem g have n_g of the N prompts, and let e_g be the sum of (value - mean) over the
     prompts of problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey
-    Sampling, 1965): the number of problems if all have equally many prompts, and less if a few
-    problems have most of the prompts. The variance of the mean is G/(G - 1) Σ_g e_g² / N² (Liang
-    and Zeger, Biometrika 73, 1986, for problems of equal weight).
+    Sampling, 1965). G equals the number of problems if all problems have equally many prompts. G is
+    smaller if a few problems have most of the prompts. The variance of the mean is G/(G - 1) Σ_g
+    e_g² / N² (Liang and Zeger, Biometrika 73, 1986, for problems of equal weight).
 
     Args:
         values: one value per prompt, at least one value.
@@ -199,15 +201,15 @@ def mean_of_problems(
 
 @lru_cache(maxsize=1024)
 def student_quantile(level: float, degrees: float) -> float:
-    """Returns the t for which |T| <= t has probability `level`, where T has Student's distribution
-    with `degrees` of freedom.
+    """Returns the number t for which the probability of |T| <= t is `level`. T has Student's
+    distribution with `degrees` degrees of freedom.
 
-    With t = √ν tan θ the probability is c ∫_0^θ cos^(ν-1), c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)). The
-    probability is concave in θ, so Newton's steps from θ = 0 never overshoot.
+    With t = √ν tan θ, the probability is c ∫_0^θ cos^(ν-1), where c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)).
+    The probability is a concave function of θ, so Newton's method from θ = 0 never overshoots.
 
     Args:
         level: in (0, 1); 0.95 for an interval of 95 %.
-        degrees: ν, not necessarily an integer; values below 1 count as 1.
+        degrees: the number ν, not necessarily an integer. Values below 1 count as 1.
     """
     nu = max(1.0, degrees)
     log_c = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2)

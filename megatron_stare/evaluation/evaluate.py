@@ -1,8 +1,8 @@
 """Evaluates a task's held-out problems, both during training and for `megatron-stare eval`.
 
-Problems and sampling noise are the same at every evaluation and for every seed of the run, so
-results are paired. Each prompt's problem is recorded, because prompts of one problem are not
-independent.
+Problems and sampling noise are the same in every evaluation and for every seed of the run, so the
+results of two evaluations are paired. The record contains the problem of each prompt, because
+several prompts of one problem are not independent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHOWN = 8  # problems for which the record keeps a response
 
 
 class Rollout(Protocol):
-    """Returns `count` verified responses to every prompt, in canonical order; see
+    """Returns `count` verified responses to every prompt, ordered by prompt and sample index; see
     evaluator.Evaluator.responses."""
 
     def __call__(
@@ -30,7 +30,8 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of evaluating one task: its record, as in eval.jsonl, and a row for every prompt."""
+    """Result of an evaluation of one task, with the record for eval.jsonl and a row for every
+    prompt."""
 
     record: dict[str, Any]
     problems: list[dict[str, Any]]
@@ -48,20 +49,21 @@ def evaluate(
     ks: Sequence[int] = (),
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluated:
-    """Runs one evaluation. A response whose verifier failed counts as wrong, and among `failures`.
+    """Runs one evaluation. A response whose verifier failed counts as wrong and is also counted in
+    `failures`.
 
     The record's entry `correct` contains, for every prompt, the share of right responses (avg@k).
-    The entry `pass1` is the mean of these shares, and estimates pass@1 for any number of samples.
-    evaluation/results.py computes pass@k, maj@k and the record's remaining figures.
+    The entry `pass1` is the mean of these shares. `pass1` estimates pass@1 for any number of
+    samples. evaluation/results.py computes pass@k, maj@k and the record's remaining figures.
 
     Args:
-        judged: the task's verifier, to find answers that are the same.
-        step: number of training steps behind the weights, which is their version.
-        seed: keys the noise.
-        greedy: also decode greedily, one response a problem.
-        samples: responses a problem.
+        judged: the task's verifier, used to find answers that are the same.
+        step: number of training steps that produced the weights.
+        seed: seed of the sampling noise.
+        greedy: if true, also decode one greedy response per prompt.
+        samples: number of sampled responses per prompt.
         ks: values of k for pass@k and maj@k; (): the powers of two up to `samples`, and `samples`.
-        about: further entries for the record, about the task.
+        about: further entries of the record that describe the task.
     """
     groups = _by_prompt(rollout(prompts, samples, step=0, seed=seed, greedy=False), samples)
     says = any(response.answer is not None for group in groups for response in group)
@@ -107,7 +109,8 @@ def _by_prompt(responses: Sequence[Response], samples: int) -> list[Sequence[Res
 
 
 def _numbers(prompts: list[Prompt]) -> list[int]:
-    """Returns each prompt's problem, numbered from 0 in order of first appearance."""
+    """Returns the number of each prompt's problem. Problems are numbered from 0 in order of first
+    appearance."""
     names = [prompt.problem or (prompt.text, prompt.answer) for prompt in prompts]
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]

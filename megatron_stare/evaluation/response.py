@@ -1,10 +1,10 @@
-"""One response of an evaluation, and the classes of responses to a problem that give the same
-answer.
+"""Defines a response of an evaluation, and groups the responses to a problem into classes with the
+same answer.
 
 A `Response` is a trajectory without its tokens. Two answers are the same if their normal forms are
-equal. Two answers are also the same if the verifier accepts a response that gives the second answer
-and uses the first answer as the reference. Classes are built in sample order, each represented by
-its first answer, whichever response finished first.
+equal. Two answers are also the same if the verifier, with the first answer as reference, accepts a
+response that gives the second answer. Classes are built in sample order and therefore do not depend
+on which response finished first. The first answer of a class represents the class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from megatron_stare.records.trajectory import RewardStatus, Trajectory
 # takes (response, reference) pairs and returns whether each response is right
 Judged = Callable[[Sequence[tuple[str, str]]], Sequence[bool]]
 Classes = list[int | None]
-"""Class of each response, numbered from 0 in order of appearance; None: no answer."""
+"""Class of each response. Classes are numbered from 0 in order of appearance. None: the response
+has no answer."""
 
 _INTEGER = re.compile(r"-?\d+")
 
@@ -30,12 +31,12 @@ _INTEGER = re.compile(r"-?\d+")
 class Response:
     """A response and its verdict.
 
-    prompt: cursor of its prompt, which numbers the prompts of a task from 0.
-    sample: its number among the responses to the prompt.
-    text: words of the policy, without those of an environment.
+    prompt: cursor of the prompt. Cursors number the prompts of a task from 0.
+    sample: number of the response among the responses to the prompt.
+    text: text that the policy wrote, without text of an environment.
     tokens: length of the response, including the stop token and the environment's tokens.
-    answer: its answer, in the verifier's normal form; "": no answer; None: the verifier does not
-        return answers.
+    answer: the answer in the verifier's normal form. "": the response has no answer. None: the
+        verifier does not return answers.
     """
 
     prompt: int
@@ -49,7 +50,7 @@ class Response:
 
     @property
     def right(self) -> bool:
-        """True if the reward is above one half; a response whose verifier failed is wrong."""
+        """True if the reward is above one half. False if the verifier failed."""
         return (self.reward or 0.0) > 0.5
 
     @classmethod
@@ -72,8 +73,8 @@ class Response:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Response:
-        """Builds a response from a `record`, ignoring other keys. Raises KeyError if a key is
-        missing."""
+        """Builds a response from a dict that `record` made. Ignores other keys. Raises KeyError if
+        a key is missing."""
         return cls(**{each.name: record[each.name] for each in dataclasses.fields(cls)})
 
 
@@ -81,8 +82,8 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
     """Returns, for every problem, the answer class of each response.
 
     Args:
-        judged: called once, with all pairs of answers that only the verifier can compare. Integers
-            in normal form need no verifier: they differ if they are written differently.
+        judged: called once, with all pairs of answers that only the verifier can compare. Two
+            integers in normal form are compared as texts, without the verifier.
     """
     firsts = [_firsts(responses) for responses in problems]
     pairs = [

@@ -1,7 +1,8 @@
-"""Summarises the responses to problems: figures of a task, a row for every problem, and a table of
-several tasks.
+"""Summarises the responses to problems. Computes the figures of a task, a row for every prompt, and
+a table of several tasks.
 
-`results_of` makes the part of an evaluation's record that training and the command `eval` share.
+`results_of` computes the entries of an evaluation's record that training and the command `eval`
+share.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _BESIDE = (  # key of the record, its label, its number format
 
 @dataclass(frozen=True)
 class Answered:
-    """The n sampled responses to a prompt, and the class of each one's answer (`answer_classes`).
+    """The n sampled responses to a prompt, and the class of each response's answer
+    (`answer_classes`).
 
     classes: None if the verifier does not return answers.
     """
@@ -48,8 +50,8 @@ class Answered:
 
     @property
     def votes(self) -> list[tuple[int, float]]:
-        """Returns, for every class, the number of its responses and the share of them that is
-        right, in order of first appearance."""
+        """Returns a pair for every class, in order of first appearance. The pair contains the
+        number of responses in the class and the share of these responses that is right."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each
@@ -60,7 +62,8 @@ class Answered:
 
     @property
     def solutions(self) -> int:
-        """Number of right responses whose texts differ from each other in more than white space."""
+        """Number of right responses with different texts. White space does not count as a
+        difference."""
         return len(
             {" ".join(response.text.split()) for response in self.responses if response.right}
         )
@@ -75,12 +78,13 @@ def default_ks(samples: int) -> tuple[int, ...]:
 def results_of(
     answered: Sequence[Answered], problems: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the figures over all prompts; docs/evaluation.md defines each.
+    """Returns the figures over all prompts. docs/evaluation.md defines each figure.
 
     Args:
-        answered: every prompt, each with the same number of responses.
-        problems: the problem of each prompt; prompts of one problem are not independent.
-        ks: k of pass@k and maj@k, none above the number of responses.
+        answered: the responses to every prompt, equally many for each prompt.
+        problems: number of each prompt's problem. Several prompts of one problem are not
+            independent.
+        ks: values of k for pass@k and maj@k, at most the number of responses per prompt.
     """
     samples = len(answered[0].responses)
     responses = [response for each in answered for response in each.responses]
@@ -107,7 +111,8 @@ def results_of(
 
 
 def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
-    """Returns the figures of one prompt; `majority` is the first of the most frequent answers."""
+    """Returns the figures of one prompt. `majority` is the most frequent answer, and the first such
+    answer if several are equally frequent."""
     samples, votes = len(answered.responses), answered.votes
     row: dict[str, Any] = {
         "samples": samples,
@@ -135,7 +140,7 @@ def _estimate(values: Sequence[float], problems: Sequence[int]) -> dict[str, flo
 
 
 def table(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the text of a table, with 95 % intervals in brackets."""
+    """Returns a table of the tasks' results as text, with 95 % intervals in brackets."""
     rows: dict[str, dict[str, str]] = {"problems": {}, "responses a problem": {}}
     for task, record in records.items():
         rows["problems"][task] = str(record["problems"])

@@ -1,6 +1,7 @@
-"""Reports a hanging run: one screen for a person, and a folder with all facts.
+"""Reports a run that hangs. A report consists of one screen of text and a folder with all facts,
+the bundle.
 
-The folder is in the run directory if that is writable.
+The folder is in the run directory if the run directory is writable.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WRITE_S = 10.0
 
 
 def screen(facts: Facts, found: Verdict, folder: str) -> str:
-    """Formats at most 25 lines for the terminal.
+    """Formats a report of at most 25 lines for the terminal.
 
     Args:
         folder: folder of the bundle.
@@ -71,7 +72,7 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
 
 def headline(facts: Facts) -> str:
     """Returns a headline such as `step 12, update: 94 s of at most 31 s`. The headline names the
-    step, the phase, the seconds without progress, and the limit of the seconds without progress."""
+    step, the phase, the seconds without progress, and the limit for these seconds."""
     beat = facts.beat
     done = f", {beat.done} of {beat.total} responses" if beat.total else ""
     return (
@@ -99,13 +100,14 @@ def _cut(line: str) -> str:
 
 
 def place(run_dir: Path, beat: Beat) -> Path:
-    """Returns the folder for the bundle of a phase."""
+    """Returns the folder for the bundle of a phase that hangs."""
     return run_dir / FOLDER / f"step_{beat.step:06d}_{beat.phase.replace(' ', '_')}"
 
 
 def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
-    """Writes the bundle and returns its folder: `wanted`, or a temporary folder of this node if
-    `wanted` cannot be written.
+    """Writes the bundle and returns its folder. The folder is `wanted`, with a number appended if
+    `wanted` exists. If the run directory cannot be written, the folder is a temporary folder of
+    this node.
 
     Args:
         shown: text of the screen.
@@ -142,7 +144,8 @@ def _quietly(call: object) -> None:
 
 
 def fill(folder: Path, facts: Facts, shown: str, flights: Path | None) -> None:
-    """Writes screen.txt, facts.json, one file of stacks per process, and NCCL's records."""
+    """Writes screen.txt, facts.json, one file of stacks per process, and the dumps of NCCL's flight
+    recorder."""
     (folder / "screen.txt").write_text(shown + "\n")
     (folder / "facts.json").write_text(json.dumps(facts.to_json(), indent=1))
     (folder / "stacks").mkdir()
@@ -154,7 +157,7 @@ def fill(folder: Path, facts: Facts, shown: str, flights: Path | None) -> None:
 
 
 def stacks_of(process: ProcessFacts) -> str:
-    """Formats all threads of a process for people."""
+    """Formats the stacks of all threads of a process as text."""
     lines = [
         f"{process.role}, process {process.pid} on {process.node}, state {process.state}:"
         f" {process.command}"

@@ -1,8 +1,7 @@
-"""Starts the watcher of a run or of `eval`, writes the driver's beats, and stops the watcher at the
-end.
+"""Starts and stops the watcher of a run or of `eval`, and writes the driver's beats.
 
-The beats contain the progress that a run reports to its sinks, plus each phase's limit. Workers
-learn from environment variables where to write their beats.
+The beats contain the progress that a run reports to its sinks, and the limit of each phase.
+Environment variables tell the workers where to write their beats.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 @dataclass
 class _Phase:
     """An open phase. Times without a comment are seconds of `clock`. When an inner phase ends, its
-    duration is added to `entered` and `moved` of the outer phase, so that inner phases do not count
-    in the outer phase."""
+    duration is added to `entered` and `moved` of the outer phase. The time of inner phases
+    therefore does not count for the outer phase."""
 
     name: str
     since: float  # seconds since 1970
@@ -95,7 +94,7 @@ class DriverBeats(Sink):
         self._put(steps=run.config.run.steps, step=step)
 
     def begin_step(self, step: int) -> None:
-        """Starts a step, which lasts until the next one begins."""
+        """Starts a step. The step lasts until the next step begins."""
         self._between()
         self._stepping = True
         self._phases = [self._new(BETWEEN)]
@@ -133,21 +132,21 @@ class DriverBeats(Sink):
             self._put(done=done, total=total)
 
     def progress_here(self) -> None:
-        """Records progress by ranks inside this process: a micro-batch is done."""
+        """Records that ranks inside this process have finished a micro-batch."""
         now = self._clock()
         if now - self._phases[-1].moved >= PROGRESS_S:
             self._phases[-1].moved = now
             self._put()
 
     def last_phase(self, name: str) -> None:
-        """Starts the run's last phase, which belongs to no step: the export, or closing
-        everything."""
+        """Starts the last phase of the run. The last phase is the export or the closing of the run,
+        and belongs to no step."""
         self._phases = [self._new(name)]
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """Records the time between two phases of steps; weights are loaded before the first
-        step."""
+        """Records the time between two phases. Time before the first step does not count, because
+        weights are loaded then."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 
@@ -164,8 +163,8 @@ class DriverBeats(Sink):
 
 
 class BlackBox:
-    """A run's watcher, from before its first worker until after its last. Closing it twice is
-    allowed.
+    """A run's watcher. The watcher starts before the first worker starts, and ends after the last
+    worker has ended. `close` may be called twice.
 
     Args:
         ports: ports on which the watcher may listen for agents on other nodes; None: any.
@@ -245,8 +244,8 @@ class BlackBox:
 
 
 def forget_left(where: Path) -> None:
-    """Removes the in-memory folders of watchers that were killed. Otherwise these folders would
-    stay in memory until a reboot.
+    """Removes the in-memory folders of killed watchers. The folder of a killed watcher would
+    otherwise stay in memory until a reboot.
 
     If a folder's lock is free, the folder's watcher is gone. The lock shows this even if the
     watcher ran in another PID namespace.
@@ -259,11 +258,11 @@ def forget_left(where: Path) -> None:
 
 
 def carried(host: str) -> dict[str, str]:
-    """Returns the environment variables that tell a worker where to write its beats; empty if
-    nothing watches.
+    """Returns the environment variables that tell a worker where to write its beats. Returns {} if
+    the run has no watcher.
 
     Args:
-        host: the driver's host, which the watcher's agents connect to.
+        host: the driver's host. The watcher's agents connect to this host.
     """
     found = {name: os.environ[name] for name in CARRIED if name in os.environ}
     if WATCHER in found:
@@ -272,8 +271,9 @@ def carried(host: str) -> dict[str, str]:
 
 
 def beats_here(role: str, node: str) -> CallBeats:
-    """Returns the beats of a worker, which learns from its environment whether a watcher runs. In a
-    joined cluster, also starts the watcher's agent on the worker's node if the node has no agent.
+    """Returns the object that writes the beats of a worker. The worker's environment shows whether
+    a watcher runs. In a joined Ray cluster, also starts the watcher's agent on the worker's node if
+    the node has no agent.
 
     Args:
         node: Ray's id of the node.
@@ -295,12 +295,12 @@ def beats_here(role: str, node: str) -> CallBeats:
 
 
 class Watched:
-    """The phases of this process and their progress. Does nothing if faults.hangs.enabled is false.
-    Closing it twice is allowed.
+    """Reports the phases of this process and their progress to a watcher. Does nothing if
+    faults.hangs.enabled is false. `close` may be called twice.
 
     Args:
         folder: folder for heartbeat.json and bundles.
-        step: number of training steps behind the weights.
+        step: number of training steps that produced the weights.
         ports: ports on which the watcher may listen for agents on other nodes; None: any.
 
     Raises:
@@ -317,7 +317,7 @@ class Watched:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Marks this phase as current while the context is open."""
+        """Marks the phase `name` as current while the context is open."""
         if self._box is None:
             yield
             return
@@ -328,12 +328,12 @@ class Watched:
             self._box.beats.end_phase(name)
 
     def progress(self, done: int, total: int) -> None:
-        """Records how many responses of the phase are done."""
+        """Records the number of finished responses of the current phase."""
         if self._box is not None:
             self._box.beats.progress(done, total)
 
     def last_phase(self, name: str) -> None:
-        """Begins the last phase, which lasts until `close`."""
+        """Begins the last phase. The last phase lasts until `close` is called."""
         if self._box is not None:
             self._box.beats.last_phase(name)
 

@@ -1,4 +1,5 @@
-"""Records of a hanging run. They travel as JSON between nodes and into the bundle."""
+"""Records of facts about a run that hangs. The records are sent between nodes and written into the
+bundle as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ NODE_PARTS = ("raylet", "gcs_server")  # Ray's processes that a run cannot do wi
 class Frame:
     """A Python function on a stack.
 
-    own: whether the function belongs to this project or a user's code, not to Python or an
-        installed package.
+    own: true if the function belongs to this project or to a user's code. False if the function
+        belongs to Python or an installed package.
     """
 
     function: str
@@ -49,20 +50,21 @@ class ProcessFacts:
     """A process of the run, as its node saw it.
 
     Args:
-        node: the process's host, plus the node's id if several of Ray's nodes are on one host.
-        role: see Beat, or `verifier`, `raylet`, `gcs_server`, `server of rollout engine 0`,
-            `child of driver`.
-        state: see proc_files.Status; X: the process has ended.
-        phase, since: the phase in the process's beat, and the seconds from the start of the phase
-            to the look. None: the process writes no beats.
+        node: the host of the process. For processes of an agent, followed by the id of the Ray
+            node.
+        role: role of the process as in Beat, or `verifier`, `raylet`, `gcs_server`, `server of
+            rollout engine 0`, `child of driver`.
+        state: state of the process as in proc_files.Status, or X if the process has ended.
+        phase, since: the phase in the process's beat, and the seconds since the start of this
+            phase. None: the process writes no beats.
         busy: share of a CPU that the process used during the look.
-        asleep: whether the process was in state D at both looks.
-        stuck: the system call in which the process waited for a file, the same at both looks; "" if
-            there is none.
-        path: the file that the call in `stuck` waits for.
+        asleep: true if the process was in state D (uninterruptible sleep) at both looks.
+        stuck: the system call in which the process waited for a file at both looks; "" if the
+            process did not wait for a file.
+        path: the file that the system call in `stuck` waits for.
         file_system: kind and mount point of the file system of `path`.
         waits_in: the kernel function in which the process sleeps.
-        said: information that could not be obtained, in words.
+        said: remarks in words, for example about information that could not be obtained.
     """
 
     node: str
@@ -109,7 +111,7 @@ class ProcessFacts:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """A response that was requested and has not arrived.
+    """A response that was requested but has not arrived yet.
 
     age_s: seconds since the response was requested from the replica.
     """
@@ -122,8 +124,8 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """An engine as the driver sees it: its state (docs/fleet.md), the number of its requests, and
-    the oldest of them."""
+    """State of an engine as the driver knows it: state (docs/fleet.md), number of requests in
+    flight, and the oldest of these requests."""
 
     number: int
     state: str
@@ -135,7 +137,7 @@ class ReplicaFacts:
 class ServerFacts:
     """A server that the run uses but did not start.
 
-    answer: the error of a test request; "" if the server answered it.
+    answer: the error of a test request; "" if the server answered the request.
     """
 
     engine: int
@@ -148,9 +150,9 @@ class Facts:
     """All facts about a hang.
 
     Args:
-        beat: the driver's beat when the limit passed.
+        beat: the driver's beat at the time when the limit had passed.
         without_s: seconds without progress.
-        missing: nodes that did not report, and why.
+        missing: nodes that did not report, with the reason for each node.
         flight: description of the records from NCCL's flight recorder.
     """
 

@@ -1,12 +1,13 @@
-"""Examines a run's processes on this node: their states, stacks and waits.
+"""Examines the states, stacks and waits of a run's processes on this node.
 
-Takes bounded time: information that a process withholds is skipped and reported as missing.
+The examination takes bounded time. Information that cannot be read in time is skipped and reported
+as missing.
 
-py-spy (github.com/benfred/py-spy) takes stacks of Python processes from outside by reading their
-memory, because a process that is stopped, or whose interpreter is held, cannot report its own
-stack.
+py-spy (github.com/benfred/py-spy) reads the stacks of Python processes from outside, from their
+memory. A process that is stopped, or in which a thread holds the interpreter, cannot report its own
+stacks.
 
-NCCL's flight recorder records the collectives that each rank has begun and ended. torch's
+NCCL's flight recorder records which collectives each rank has begun and ended. torch's
 ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. When something is written to the
 pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", a separate thread of the rank dumps the
 records to the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org:
@@ -57,19 +58,22 @@ WORD = 60  # characters kept of each word of a command line
 
 
 def program() -> str | None:
-    """Returns the path of py-spy in this environment, else in the shell's PATH."""
+    """Returns the path of py-spy in this Python environment, or else on PATH. Returns None if
+    py-spy is not installed."""
     here = Path(sys.executable).with_name("py-spy")
     return str(here) if here.exists() else shutil.which("py-spy")
 
 
 def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread], str]:
-    """Returns the threads of a process, and a note if stacks are missing or unreliable, else "".
+    """Returns the threads of a process and a note. The note says why stacks are missing or
+    unreliable, and is "" otherwise.
 
-    Pauses the process for some milliseconds. If the process cannot be paused, or this user may not
-    pause the process, py-spy reads the stacks while the process runs.
+    py-spy pauses the process for some milliseconds. If py-spy cannot pause the process or has no
+    permission to do so, it reads the stacks while the process runs.
 
     Args:
-        stuck: whether the process waits for a file system, so that it would not pause.
+        stuck: true if the process waits for a file system, in which case py-spy cannot pause the
+            process.
     """
     spy = program()
     if spy is None:
@@ -116,7 +120,7 @@ def parsed_stacks(content: bytes) -> list[Thread]:
     """Parses the output of `py-spy dump --json`.
 
     Raises:
-        ValueError, LookupError, TypeError: the content is not such output.
+        ValueError, LookupError, TypeError: the content is not output of `py-spy dump --json`.
     """
     return [
         Thread(
@@ -141,10 +145,10 @@ def _own(file: str) -> bool:
 
 
 def flight_environment(folder: Path) -> dict[str, str]:
-    """Returns the environment variables that make NCCL ranks record; without them `dump_flights`
-    finds nothing.
+    """Returns the environment variables that turn on NCCL's flight recorder in a rank. Without
+    these variables `dump_flights` finds no records.
 
-    Recording costs some MB and no measurable time.
+    Recording takes some MB of memory and no measurable time.
     """
     return {
         "TORCH_FR_BUFFER_SIZE": RECORDED,
@@ -154,8 +158,8 @@ def flight_environment(folder: Path) -> dict[str, str]:
 
 
 def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
-    """Makes the ranks of this node dump NCCL's records. Returns the dumps by file name, and a
-    description in words."""
+    """Makes the ranks of this node dump the records of NCCL's flight recorder. Returns the dumps by
+    file name, and a description of the dumps in words."""
     pipes = sorted(folder.glob(f"{PIPES}*.pipe"))
     if not pipes:
         return {}, "NCCL's flight recorder: no rank here has one (their collectives are gloo's)"
@@ -182,12 +186,13 @@ def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
 def look(
     folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns the run's processes on this node, as ProcessFacts in JSON. Takes at most LIMIT_S.
+    """Examines the run's processes on this node and returns them as ProcessFacts in JSON. Takes at
+    most LIMIT_S.
 
     Args:
         folder: folder of this node's beats.
         driver: the driver's process, if it is on this node.
-        leave_out: process trees that do not belong to the run: the observers.
+        leave_out: roots of process trees that do not belong to the run, such as the watcher.
     """
     deadline = time.monotonic() + LIMIT_S
     beats = {
@@ -221,7 +226,7 @@ def look(
 
 
 def here() -> str:
-    """Returns this host's name, which also names the driver's node."""
+    """Returns the name of this host. The driver's node has the same name."""
     return socket.gethostname()
 
 
@@ -242,8 +247,8 @@ def _ended(beat: Beat, node: str) -> dict[str, Any]:
 
 
 class _Look:
-    """The examination of one process. Each fact is added to `found` as soon as it is known, so
-    facts found earlier survive a call that never returns."""
+    """The examination of one process. Each fact is added to `found` as soon as the fact is known.
+    Facts that were found earlier therefore remain if a later call never returns."""
 
     def __init__(
         self,
@@ -304,7 +309,7 @@ class _Look:
 
 
 def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
-    """Returns True for Ray's own processes: log monitor, agents, and idle workers."""
+    """Returns True for Ray's own processes, which are the log monitor, agents and idle workers."""
     return "phase" not in found and any(
         "/ray/" in word or word.startswith("ray::IDLE") for word in words
     )
@@ -313,7 +318,8 @@ def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
 def _role(
     process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]
 ) -> str:
-    """Returns the role of a process in the run: its own, or one derived from its ancestor's."""
+    """Returns the role of a process in the run. A process without its own role gets a role that is
+    derived from its ancestor's role."""
     if process.pid in beats:
         return beats[process.pid].role
     if process.name in NODE_PARTS:

@@ -1,14 +1,14 @@
-"""Connects the watcher with the other nodes of a Ray cluster: agents there, and a connection to
-each.
-
-An agent is a process: `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's first worker on
-a node starts the agent as a detached process, so that the agent outlives the worker. The agent
-connects to the watcher, examines the run's processes on its node on request, and ends with the
+"""Connects the watcher with the nodes of a Ray cluster. An agent on each node connects to the
 watcher.
 
-The watcher and the agents send one JSON object per line. An agent first sends the run's token,
-which the driver drew; the watcher disconnects clients without it. All received data are numbers and
-texts to display.
+An agent is a process with the command `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's
+first worker on a node starts the agent as a detached process, so that the agent outlives the
+worker. The agent connects to the watcher, examines the run's processes on its node on request, and
+ends with the watcher.
+
+The watcher and the agents send one JSON object per line. An agent first sends the run's token, a
+random text that the driver chose. The watcher disconnects clients that do not send this token. The
+watcher displays or stores the received data, and never executes the data.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TOKEN, WATCHER = "MEGATRON_STARE_WATCHER_TOKEN", "MEGATRON_STARE_WATCHER"
 
 
 class Nodes:
-    """The nodes whose agents have connected.
+    """The nodes whose agents have connected to the watcher.
 
     Args:
-        ports: ports to listen on, one of which is used; empty: any.
-        folder: folder where the port is written.
+        ports: ports that the watcher may listen on, of which it uses one; empty: any port.
+        folder: folder of the file that receives the port.
     """
 
     def __init__(self, token: str, ports: Sequence[int], folder: Path) -> None:
@@ -70,7 +70,7 @@ class Nodes:
                 threading.Thread(target=self._serve, args=(line,), daemon=True).start()
 
     def _serve(self, line: socket.socket) -> None:
-        """Receives an agent's messages until it disconnects."""
+        """Receives the messages of an agent until the agent disconnects."""
         node = ""
         with (
             contextlib.suppress(OSError, ValueError, LookupError, TypeError),
@@ -105,9 +105,9 @@ class Nodes:
             self._changed.notify_all()
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
-        """Asks every node for its facts. Returns a function that waits at most ANSWER_S for the
-        nodes' answers. The returned function returns the answers, and a reason for each node that
-        did not answer."""
+        """Asks every node for its facts and returns a function without waiting. The returned
+        function waits at most ANSWER_S for the nodes. The returned function returns the answers of
+        the nodes, and the reason for each node that did not answer."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)
@@ -133,7 +133,7 @@ class Nodes:
         return answers
 
     def kill(self, node: str, pid: int) -> None:
-        """Makes a node's agent kill a process of the run."""
+        """Asks the agent of a node to kill a process of the run."""
         with self._changed:
             line = self._lines.get(node)
         if line is not None:
@@ -156,7 +156,7 @@ class Nodes:
 
 
 def ensure(folder: Path, node: str) -> None:
-    """Starts this node's agent if there is none. Raises OSError."""
+    """Starts this node's agent if the node has no agent. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / LOCK).open("a") as lock:
         try:
@@ -181,8 +181,8 @@ _APART = (
 
 
 def serve(folder: Path, node: str, address: str, token: str) -> None:
-    """Answers the watcher until it disconnects, and reports progress of this node's ranks. Raises
-    OSError if the watcher cannot be reached."""
+    """Answers requests of the watcher until the watcher disconnects. Also reports progress of this
+    node's ranks. Raises OSError if the watcher cannot be reached."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), CALL_S) as line, line.makefile("rb") as said:
         line.settimeout(None)
@@ -210,9 +210,8 @@ def serve(folder: Path, node: str, address: str, token: str) -> None:
 def _tell_progress(
     folder: Path, line: socket.socket, sending: threading.Lock, gone: threading.Event
 ) -> None:
-    """Reports to the watcher when the ranks of this node have made new progress. The report
-    contains how many seconds ago the progress was made, because the nodes' clocks have no common
-    zero."""
+    """Reports new progress of this node's ranks to the watcher. A report contains the number of
+    seconds since the progress, because the clocks of different nodes cannot be compared."""
     told: float | None = None
     with contextlib.suppress(OSError):  # the watcher is gone
         while not gone.wait(TELL_S):
@@ -224,7 +223,8 @@ def _tell_progress(
 
 
 def _kill(folder: Path, pid: int) -> None:
-    """Kills a process, with its descendants, only if it belongs to the run."""
+    """Kills a process and its descendants if the process belongs to the run. Otherwise does
+    nothing."""
     every = proc_files.everything()
     if pid in proc_files.below([beat.pid for beat in beats_of(folder)], every):
         proc_files.kill(pid)

@@ -1,10 +1,9 @@
-"""Reads facts about a process from Linux's /proc (proc(5)). Except for three files, no process can
-block the reading of the /proc files that this module uses, whatever the state of the process.
+"""Reads facts about a process from Linux's /proc (proc(5)). Most /proc files that this module reads
+cannot block the reader, whatever the state of the process.
 
-A process can block the reading of three files: /proc/PID/cmdline, /proc/PID/mem and
-/proc/PID/smaps_rollup. Reading one of these files takes the lock of the process's memory, and a
-page fault on a dead file system may hold that lock. Call `command`, `pss_bytes` and `stuck_at` only
-from a thread that can be abandoned.
+Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. Reading one
+of these files takes the lock of the process's memory. A page fault on a dead file system may hold
+this lock. Call `command`, `pss_bytes` and `stuck_at` only from a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ class Status:
         state: R running, S sleeping, D in uninterruptible sleep, T stopped, t stopped by a
             debugger, Z ended but not reaped, I idle in the kernel.
         cpu_s: CPU seconds used.
-        started: start time in ticks after boot; with the pid it identifies a process.
+        started: start time in ticks after boot. The start time and the pid together identify a
+            process.
     """
 
     pid: int
@@ -61,7 +61,8 @@ class Status:
 
 
 def status(pid: int, thread: int | None = None) -> Status | None:
-    """Reads the status of a process or thread; None if it does not exist."""
+    """Reads the status of a process or thread. Returns None if the process or thread does not
+    exist."""
     file = PROC / str(pid) / ("stat" if thread is None else f"task/{thread}/stat")
     try:
         head, _, tail = file.read_text(errors="replace").rpartition(")")
@@ -80,7 +81,7 @@ def everything() -> dict[int, Status]:
 
 
 def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
-    """Returns the existing roots and all their descendants."""
+    """Returns the pids of all `roots` that exist and of all their descendants."""
     children: dict[int, list[int]] = {}
     for each in processes.values():
         children.setdefault(each.parent, []).append(each.pid)
@@ -95,17 +96,17 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 
 def kill(pid: int) -> None:
-    """Kills a process and all its descendants. A hanging child would keep sockets that it
-    inherited, so that peers would not notice the parent's end."""
+    """Kills a process and all its descendants. A child that hangs would keep inherited sockets
+    open, and peers would not notice the parent's end."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
 
 
 def waited_for_cpu(pid: int) -> dict[int, float]:
-    """Returns for how many seconds each thread has waited for a CPU since the start of the thread
-    (schedstat). While a thread waits for a CPU, the thread is ready to run but does not run.
-    Returns {} if the kernel does not report these seconds."""
+    """Returns the seconds that each thread has waited for a CPU since the thread started
+    (schedstat). A thread waits for a CPU if it is ready to run but does not run. Returns {} if the
+    kernel does not report these seconds."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(PROC / str(pid) / "task"):
@@ -116,7 +117,8 @@ def waited_for_cpu(pid: int) -> dict[int, float]:
 
 
 def waits_in(pid: int) -> str:
-    """Returns the kernel function that the process sleeps in; "" if unknown."""
+    """Returns the kernel function in which the process sleeps. Returns "" if the function is
+    unknown."""
     with contextlib.suppress(OSError):
         name = (PROC / str(pid) / "wchan").read_text()
         return "" if name == "0" else name
@@ -124,8 +126,9 @@ def waits_in(pid: int) -> str:
 
 
 def system_call(pid: int) -> str:
-    """Returns the system call in which the process's main thread waits, with arguments, in the
-    kernel's format; "" if there is none. Needs the right to trace the process."""
+    """Returns the system call in which the main thread of the process waits, with arguments, in the
+    kernel's format. Returns "" if the main thread does not wait in a system call. The caller needs
+    permission to trace the process."""
     with contextlib.suppress(OSError):
         line = (PROC / str(pid) / "syscall").read_text().strip()
         return "" if line.startswith(("running", "-1")) else line
@@ -133,7 +136,7 @@ def system_call(pid: int) -> str:
 
 
 def sleeping_threads(pid: int) -> list[str]:
-    """Lists the threads in uninterruptible sleep, without the main thread. Only a device or a file
+    """Lists the threads in uninterruptible sleep, except the main thread. Only a device or a file
     system can wake a thread in uninterruptible sleep."""
     found = []
     with contextlib.suppress(OSError):
@@ -158,8 +161,8 @@ def command(pid: int) -> list[str]:
 
 
 def pss_bytes(pid: int) -> int | None:
-    """Returns a process's proportional share of main memory; None if the kernel does not report the
-    share."""
+    """Returns the process's proportional set size (PSS), or None if the kernel does not report the
+    PSS."""
     with contextlib.suppress(OSError):
         for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -168,15 +171,16 @@ def pss_bytes(pid: int) -> int | None:
 
 
 def runs_python(pid: int) -> bool:
-    """Returns True if the process is a Python interpreter; py-spy reads no other stacks."""
+    """Returns True if the process is a Python interpreter. py-spy reads only stacks of Python
+    interpreters."""
     with contextlib.suppress(OSError):
         return "python" in os.path.basename(os.readlink(PROC / str(pid) / "exe"))
     return False
 
 
 def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
-    """Returns the name of a system call that waits for a file, and the file; None if the call waits
-    for something else.
+    """Returns the name of a system call that waits for a file, and the path of the file. Returns
+    None if the call waits for something else.
 
     Args:
         call: see `system_call`.
@@ -201,8 +205,8 @@ def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
 
 
 def mounted(path: str) -> str:
-    """Returns kind and mount point of an absolute path's file system, without accessing that file
-    system."""
+    """Returns the kind and the mount point of the file system of an absolute path. Does not access
+    this file system."""
     best, kind = "", ""
     with contextlib.suppress(OSError):
         for line in (PROC / "self/mountinfo").read_text().splitlines():

@@ -1,9 +1,9 @@
-"""Decides by rules who waits for whom. A pure function from facts to a sentence.
+"""Decides by rules which process waits for which. `verdict` is a pure function of the facts.
 
-The rules are ordered from certain to likely, and the first rule that applies decides. In order, the
-rules blame a process that is stopped, has ended, or waits for a file; a node or server that does
-not answer; a rank that is missing from a collective in which other ranks wait; a verifier; an
-engine; a rank; the driver.
+The rules are ordered from certain to likely, and the first rule that applies decides. The first
+rules blame a process that is stopped, has ended, or waits for a file. The next rules blame a node
+or a server that does not answer, and then a rank that is missing from a collective in which other
+ranks wait. The last rule blames a verifier, an engine, a rank or the driver.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Verdict:
 
     Args:
         rule: name of the rule that applied.
-        sentence: who waits for whom, and why.
-        culprits: processes that block the run; empty if none of the run's processes does.
+        sentence: text that says which process waits for which, and why.
+        culprits: processes that block the run; empty if the cause is not a process of the run.
     """
 
     rule: str
@@ -111,8 +111,8 @@ def _silent_servers(facts: Facts) -> Verdict | None:
 
 
 def _collective(facts: Facts) -> Verdict | None:
-    """Blames the ranks missing from a collective in which other ranks wait. If no rank is missing,
-    all ranks wait for each other."""
+    """Blames the ranks that are missing from a collective in which other ranks wait. If no rank is
+    missing, reports that the ranks wait for each other or for the engines' servers."""
     ranks = [p for p in facts.processes if p.role.startswith(RANK)]
     inside = {p.role: met for p in ranks if (met := collective(p)) is not None}
     if not inside:
@@ -188,7 +188,8 @@ def _at_work(facts: Facts) -> Verdict | None:
 
 
 def collective(process: ProcessFacts) -> str | None:
-    """Returns the collective that the process waits in; None if there is none."""
+    """Returns the name of the collective in which the process waits. Returns None if the process
+    does not wait in a collective."""
     frames = main_frames(process)[:INNERMOST]
     for frame in frames:
         if frame.file.endswith(COLLECTIVES) and not frame.name.startswith("_"):
@@ -202,7 +203,8 @@ def collective(process: ProcessFacts) -> str | None:
 
 
 def main_frames(process: ProcessFacts) -> Sequence[Frame]:
-    """Returns the frames of the thread that executes the process's call, innermost first."""
+    """Returns the stack frames of the thread that executes the process's call. The innermost frame
+    is first."""
     threads = [thread for thread in process.threads if thread.frames]
     if not threads:
         return ()
@@ -218,7 +220,7 @@ def _rank_of(thread: Thread) -> int:
 
 
 def _where(process: ProcessFacts) -> str:
-    """Describes a process's place in the code, or its state, in a few words."""
+    """Describes in a few words the place of a process in the code, or the state of the process."""
     if process.stopped:
         return "stopped (SIGSTOP)"
     frames = main_frames(process)
@@ -243,9 +245,10 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 
 
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
-    """Returns the beginning of a sentence, which ends with the word `for` and a space. An example
-    is `ranks 0, 2 wait in all_reduce for `. The subject of the sentence is the ranks that wait in a
-    collective, or the driver if no rank waits in a collective."""
+    """Returns the beginning of a sentence, such as `ranks 0, 2 wait in all_reduce for `. The
+    returned text ends with the word `for` and a space. The subject of the sentence is the ranks
+    that wait in a collective. If no rank waits in a collective, the subject is the driver, or all
+    processes if the driver is a culprit."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)

@@ -1,8 +1,9 @@
-"""Decides when a run hangs, by comparing its driver's beats with their limits.
+"""Decides whether a run hangs. Compares the progress in the driver's beats with the limits of the
+phases.
 
-The run's processes may have to wait for CPUs while other programs use the CPUs. This waiting time
-does not count towards a limit. Ray starts workers with low priority (nice 15), so a few busy
-programs can slow the workers down a hundredfold.
+While other programs use the CPUs, the run's processes may wait for a CPU. Time that the processes
+wait for a CPU does not count towards a limit. Ray starts workers with low priority (nice 15), so a
+few busy programs can slow the workers down a hundredfold.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Vigil:
     starved_s: float = 0.0  # seconds since then that the run waited for a CPU
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Returns True once the run has spent half of its limit without progress. From that point
-        on, the caller must measure CPU starvation."""
+        """Returns True if the run has made no progress for half of its limit. The caller must then
+        measure CPU starvation."""
         return (
             beat.limit_s is not None
             and beat.moved == self._moved
@@ -47,12 +48,11 @@ class Vigil:
         )
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
-        """Returns True if the run hangs; only once for each phase.
+        """Returns True if the run hangs. Returns True at most once for each phase.
 
         Args:
-            now: seconds of the clock of `beat.moved`.
-            starved_s: seconds for which the run's processes waited for a CPU since the last call,
-                in total.
+            now: current time in seconds, on the same clock as `beat.moved`.
+            starved_s: total seconds that the run's processes waited for a CPU since the last call.
         """
         since = 0.0 if self._looked is None else now - self._looked
         self._looked = now
@@ -69,7 +69,7 @@ class Vigil:
         return len(self._told) <= MOST
 
     def without_s(self, beat: Beat, now: float) -> float:
-        """Returns the seconds for which the run could have progressed, but did not."""
+        """Returns the seconds in which the run could have made progress but made none."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 
@@ -80,10 +80,11 @@ class Starvation:
         self._waited: dict[int, dict[int, float]] = {}  # by process, then thread
 
     def since(self, pids: Iterable[int]) -> float:
-        """Returns the seconds for which the processes `pids` waited for a CPU since the last call.
+        """Returns the seconds that the processes `pids` waited for a CPU since the last call.
 
-        Sums the wait of each process's longest-waiting thread; a new process contributes 0. A
-        thread that sleeps until something arrives does not wait for a CPU.
+        The result is a sum over the processes. Each process contributes the time of the thread that
+        waited longest, and a new process contributes 0. A thread that sleeps does not wait for a
+        CPU.
         """
         before, self._waited = self._waited, {pid: proc_files.waited_for_cpu(pid) for pid in pids}
         total = 0.0
@@ -96,17 +97,18 @@ class Starvation:
         return total
 
     def forget(self) -> None:
-        """Discards earlier measurements, so that the next call of `since` is like the first
+        """Discards earlier measurements, so that the next call of `since` returns 0 like the first
         call."""
         self._waited = {}
 
 
 def of_the_run(folder: Path) -> set[int]:
-    """Returns this node's processes that a phase may wait for: the driver, ranks, engines, and what
-    ranks and engines have started (servers and writers).
+    """Returns the pids of this node's processes that a phase may wait for. A phase may wait for the
+    driver, for ranks and engines, and for processes that ranks and engines have started (servers
+    and writers).
 
-    The result includes workers that are in no call, because a worker may have received a call
-    without getting a CPU to notice the call.
+    The result includes idle workers, because a worker may have received a call but has not yet had
+    a CPU to handle the call.
 
     Args:
         folder: folder of this node's beats.

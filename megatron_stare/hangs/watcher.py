@@ -1,12 +1,13 @@
-"""The process beside a run that detects missing progress: `python -m megatron_stare.hangs.watcher
-FOLDER`.
+"""The watcher is a process beside a run that detects missing progress. The command of the watcher
+is `python -m megatron_stare.hangs.watcher FOLDER`.
 
-The driver starts the watcher (`driver_side.py`). The watcher ends when its standard input closes;
-the kernel closes this input even if the driver is killed. The watcher reads the driver's beats and
-copies the beats into the run directory. When a phase exceeds its limit, the watcher collects the
-facts of all processes, prints one screen of text about who waits for whom, and writes the bundle.
-The watcher imports neither torch nor Ray, and sends no requests to the run's processes. Calls that
-may wait for a file system run only on threads that the watcher can abandon.
+The driver starts the watcher (`driver_side.py`). The watcher ends when its standard input closes.
+The kernel closes this input even if the driver is killed. The watcher reads the driver's beats and
+copies them into the run directory. When a phase exceeds its limit, the watcher collects the facts
+of all processes and writes the bundle. The watcher also prints one screen of text that says which
+process waits for which. The watcher imports neither torch nor Ray. The watcher sends no requests to
+the processes that the run started. Calls that may wait for a file system run only on threads that
+the watcher can abandon.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ LET_GO_S = 30.0  # for the run to end or continue after culprits were killed
 
 @dataclass(frozen=True)
 class Settings:
-    """The driver's settings for its watcher.
+    """Settings that the driver passes to its watcher.
 
     Args:
         supervised: whether a supervisor restarts the driver.
-        urls: servers, by engine, that the run uses but did not start.
-        token: token that agents of other nodes must send; "": there are no agents.
-        ports: ports on which the watcher may listen for agents; empty: any.
+        urls: URLs of the servers that the run uses but did not start. The index in the list is the
+            engine's number.
+        token: token that the agents of nodes must send; "": the run has no agents.
+        ports: ports on which the watcher may listen for agents; empty: any port.
     """
 
     folder: str
@@ -83,7 +85,7 @@ class Settings:
 
 
 class Watcher:
-    """Watches one run, until its driver ends."""
+    """Watches one run until the driver of the run ends."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._folder = settings, Path(settings.folder)
@@ -112,8 +114,9 @@ class Watcher:
         self._copier.last()
 
     def _read(self) -> Beat | None:
-        """Reads the driver's beat. Progress of any rank counts as the driver's progress: the driver
-        reports nothing while it waits for ranks, and an update may outlast a phase's limit."""
+        """Reads the driver's beat. Progress of any rank counts as progress of the driver. The
+        driver reports nothing while it waits for ranks, and an update may take longer than a
+        phase's limit."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -122,13 +125,13 @@ class Watcher:
         return replace(beat, moved=max(moved for moved in known if moved is not None))
 
     def _driver_ended(self) -> bool:
-        """Returns True if the driver has ended; waits at most one tick."""
+        """Returns True if the driver has ended. Waits at most one tick for the driver's end."""
         ready, _, _ = select.select([sys.stdin], [], [], self._settings.tick_s)
         return bool(ready) or os.getppid() != self._settings.driver
 
     def _starved(self, beat: Beat) -> float:
-        """Returns the seconds for which the run waited for a CPU since the last tick; 0 until half
-        of the phase's limit has passed."""
+        """Returns the seconds that the run waited for a CPU since the last tick. Returns 0 until
+        half of the phase's limit has passed."""
         if not self._vigil.near(beat, time.monotonic()):
             self._starvation.forget()
             return 0.0
@@ -141,8 +144,8 @@ class Watcher:
         self._copier.put(replace(beat, written=time.time(), process=state, black_box=self._bundle))
 
     def _tell(self, beat: Beat) -> None:
-        """Collects facts about the hang, writes the bundle, and prints the text about who waits for
-        whom."""
+        """Collects facts about the hang, writes the bundle, and prints which process waits for
+        which. Kills the culprits if faults.hangs.end_run is true and the run still hangs."""
         flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)
@@ -195,11 +198,11 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills the culprits. If the run then still hangs, terminates the driver, and kills it if
-        necessary.
+        """Kills the culprits. If the run still hangs after that, terminates the driver, and finally
+        kills the driver.
 
-        A supervised driver gets SIGKILL without an earlier SIGTERM, because the supervisor does not
-        restart a driver that SIGTERM has ended.
+        A supervised driver gets only SIGKILL, because the supervisor does not restart a driver that
+        SIGTERM has ended.
         """
         names = ", ".join(f"{p.role} (pid {p.pid})" for p in found.culprits) or "nobody"
         say(f"faults.hangs.end_run: killing {names}")
@@ -239,8 +242,8 @@ class Watcher:
 
 
 class _Copier:
-    """Writes beats into the run directory on a thread. While the file system stalls, a new beat
-    replaces the older beat that waits to be written."""
+    """Writes beats into the run directory on a separate thread. If the file system stalls, a new
+    beat replaces the beat that waits to be written."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._next = file, threading.Event()
@@ -256,7 +259,7 @@ class _Copier:
         self._next.set()
 
     def last(self) -> None:
-        """Waits until the newest beat is written, at most a second."""
+        """Waits until the newest beat is written, but at most one second."""
         self._idle.wait(1.0)
 
     def _run(self) -> None:
@@ -273,8 +276,8 @@ class _Copier:
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Checks that a server answers at all; a demand for an API key, or another protocol, counts as
-    an answer."""
+    """Checks whether a server sends any answer. A request for an API key or a reply in another
+    protocol also counts as an answer."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)
@@ -290,8 +293,8 @@ def asked(engine: int, url: str) -> ServerFacts:
 
 
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
-    """Reads the replicas and their oldest requests, as the driver last wrote them; () if it wrote
-    nothing."""
+    """Reads the replicas and their oldest requests from the file that the driver writes. Returns ()
+    if the driver has not written the file."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         told: dict[str, Any] = json.loads(file.read_text())
         now = time.monotonic()
@@ -328,7 +331,7 @@ def _left(call: Callable[[], None], limit_s: float) -> None:
 
 
 def main(folder: str) -> None:
-    """Watches the run whose beats are in this folder."""
+    """Watches the run whose beats are in `folder`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # ignore signals of a terminal or scheduler: this process ends with the run
         signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,5 @@
-"""The only package that imports megatron.core: layout, model, optimizer, passes over a batch,
-checkpoints."""
+"""The only package that imports megatron.core. This package contains the layout, the model, the
+optimizer, the passes over a batch, and the checkpoints."""
 
 from megatron_stare.process.silence_upstreams import quiet_upstreams
 from megatron_stare.process.vector_maths import settle

@@ -1,1 +1,2 @@
-"""Runs Megatron on this device: process groups and layout, and CPU substitutes for CUDA calls."""
+"""Adapts Megatron to this device. Contains the process groups and the layout, and CPU substitutes
+for CUDA calls."""

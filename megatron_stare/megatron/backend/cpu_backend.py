@@ -1,9 +1,10 @@
-"""Lets unpatched megatron-core run on a machine without CUDA, and build models without data on any
-machine.
+"""Lets unpatched megatron-core run on a machine without CUDA. Also lets megatron-core build models
+without data, on the meta device, on any machine.
 
-All substitutions are reversible and made inside one context, entered around each call into
-Megatron. The context refuses to open if CUDA is available, unless the model is on the meta device.
-docs/architecture.md lists the CUDA calls that megatron-core makes on the paths used here.
+One context manager makes all substitutions and reverts them on exit. The context manager is entered
+around each call into Megatron. The context manager raises an error if CUDA is available, unless the
+model is on the meta device. docs/architecture.md lists the CUDA calls in the parts of megatron-core
+that this project uses.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ _CUDA_TYPES = {
 
 @contextlib.contextmanager
 def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> Iterator[None]:
-    """Sets `owner.name` to `value` while the context is open, then restores or removes it.
+    """Sets the attribute `name` of `owner` to `value` while the context is open. On exit, restores
+    the earlier value, or removes the attribute if it was missing.
 
     Args:
-        absent: whether the name may be missing before.
+        absent: true if the attribute may be missing at the start.
 
     Raises:
-        AttributeError: the name is missing, so this release of the upstream is not the one this
-            code was written for.
+        AttributeError: the attribute is missing. The installed release of the upstream library is
+            then different from the release that this code was written for.
     """
     before = vars(owner).get(name, _ABSENT)
     if before is _ABSENT and not absent:
@@ -57,8 +59,9 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """Redirects torch's CUDA requests: `device="cuda"` means this rank's device, `.cuda()` returns
-    self, memory is not pinned, and `.type()` returns the CUDA names that optimizers look for."""
+    """Redirects CUDA requests to torch. `device="cuda"` means this rank's device, and `.cuda()`
+    returns the tensor itself. Memory is not pinned. `.type()` returns the CUDA names that
+    optimizers look for."""
 
     def __torch_function__(
         self,
@@ -85,8 +88,8 @@ class _CudaMeansOurs(TorchFunctionMode):
 
 
 class _InertStream:
-    """Replaces the side stream that mixture-of-experts layers use for copies to the host; a CPU has
-    none."""
+    """Replaces the CUDA side stream that mixture-of-experts layers use for copies to the host. A
+    CPU has no streams."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -99,29 +102,31 @@ class _InertStream:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces Megatron's copy to the host; tensors are on the host already."""
+    """Replaces Megatron's copy of tensors to the host. The tensors are already on the host."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _get_random_state(
     device: Any = "cuda", clone: bool = False, graph_safe: bool = False
 ) -> torch.Tensor:
-    """Returns the CPU generator's state when recomputation asks for the CUDA generator's."""
+    """Returns the state of the CPU random generator when recomputation asks for the state of the
+    CUDA random generator."""
     return torch.get_rng_state()
 
 
 def _set_random_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    """Restores a state that `_get_random_state` returned."""
+    """Restores a random state that `_get_random_state` returned."""
     torch.set_rng_state(new_state)
 
 
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
-    """Redirects megatron-core's CUDA calls to the CPU or the meta device; restores every attribute
+    """Redirects megatron-core's CUDA calls to the CPU or the meta device. Restores every attribute
     on exit.
 
     Raises:
-        RuntimeError: CUDA is available and the model has data, so nothing may be substituted.
+        RuntimeError: CUDA is available and the model is not on the meta device. Substitutions would
+            then hide the GPU from Megatron.
     """
     if uses_cuda():
         raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
@@ -143,19 +148,19 @@ def cpu_backend() -> Iterator[None]:
 
 
 def backend() -> contextlib.AbstractContextManager[None]:
-    """Returns the context for every call into Megatron: empty if this rank uses CUDA, else the CPU
-    substitutions."""
+    """Returns the context manager for calls into Megatron. The context manager does nothing if this
+    rank uses CUDA, and makes the CPU substitutions otherwise."""
     return contextlib.nullcontext() if uses_cuda() else cpu_backend()
 
 
 def uses_cuda() -> bool:
-    """Returns True if this rank's device is a CUDA device; does not initialise CUDA."""
+    """Returns True if this rank's device is a CUDA device. Does not initialise CUDA."""
     return torch.cuda.is_available() and not _on_meta
 
 
 def has_transformer_engine() -> bool:
-    """Returns True if layers, attention included, are Transformer Engine's; False if they are
-    Megatron's local layers."""
+    """Returns True if the model uses Transformer Engine's layers, including attention. Returns
+    False if the model uses Megatron's local layers."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -1,5 +1,5 @@
-"""Joins the process group and cuts it into Megatron's parallel groups. No other module reads
-Megatron's global state."""
+"""Joins the process group of all ranks and divides it into Megatron's parallel groups. No other
+module reads Megatron's global state."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class Layout:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """True on the one rank that reports results: last stage, first of its tensor, data and
-        context groups."""
+        """True on the one rank that reports results. The reporting rank is in the last pipeline
+        stage and is first in its tensor, data and context groups."""
         return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
 
 
 def join(
     parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float
 ) -> Layout:
-    """Initialises torch.distributed (NCCL with CUDA, else gloo) and Megatron's groups. Call once
-    per process.
+    """Initialises torch.distributed (NCCL with CUDA, otherwise gloo) and Megatron's groups. Call
+    `join` once per process, or again after `leave`.
 
     Args:
         init_method: rendezvous address of the ranks, 'tcp://host:port' or 'file:///path'.
@@ -99,8 +99,8 @@ def join(
 def _meeting_store(
     init_method: str, rank: int, world: int, limit: datetime.timedelta
 ) -> dist.Store | None:
-    """Returns the ranks' store at a tcp:// address, which rank 0 serves at the port it reserved;
-    None for another method, whose store torch makes."""
+    """Returns the TCPStore of the ranks for a tcp:// address. Rank 0 serves the store at the port
+    that it reserved. Returns None for other addresses, for which torch creates the store."""
     place = init_method.removeprefix("tcp://")
     if place == init_method:
         return None
@@ -117,10 +117,11 @@ def _meeting_store(
 
 
 def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
-    """Cuts the joined world into Megatron's groups.
+    """Divides the ranks of the joined process group into Megatron's groups.
 
     Args:
-        timeout_s: longest wait for a collective, seconds; groups do not inherit the world's.
+        timeout_s: longest wait for a collective, seconds. Groups do not inherit the timeout of the
+            whole process group.
     """
     with backend():
         parallel_state.initialize_model_parallel(
@@ -168,7 +169,7 @@ def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
 
 
 def leave() -> None:
-    """Destroys all groups, so that another layout may be joined in this process."""
+    """Destroys all process groups, so that this process can join another layout."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,10 @@
-"""One rank's part of a rollout batch: micro-batches for the model, and the flat view for methods.
+"""Defines one rank's part of a rollout batch. The part consists of micro-batches for the model, and
+can be viewed as flat columns for the method.
 
 Shape legend: a micro-batch has b rows and s positions (packed: one row of all tokens). A
-micro-batch has n response positions in the loss mask. This rank has N such positions, micro-batch
-after micro-batch. The whole batch has B samples. A mixture of experts has L layers and K experts
-per token.
+micro-batch has n response positions in the loss mask. This rank has N response positions in the
+loss mask, ordered by micro-batch. The whole batch has B samples. A mixture of experts has L layers
+and K experts per token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one pass of the model, and the outputs that predict response positions."""
+    """Input of one pass of the model, and the indices of the outputs that predict response
+    positions."""
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
@@ -44,8 +46,8 @@ class MicroBatch:
     experts: Tensor | None = None
 
     def to(self, device: torch.device, *, bounds: bool) -> MicroBatch:
-        """Copies the tensors to the model's device without waiting for the copies.
-        PackedSequences.to explains `bounds`."""
+        """Copies the tensors to the model's device without waiting for the copies. See
+        PackedSequences.to for `bounds`."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
         return replace(
             self, **moved, packing=self.packing.to(device, bounds=bounds) if self.packing else None
@@ -63,20 +65,20 @@ _TENSORS = ("tokens", "positions", "rows", "targets")
 
 
 class RankBatch:
-    """A share of a rollout batch as micro-batches, following the plan. Micro-batches stay on the
+    """A share of a rollout batch, divided into micro-batches by the plan. Micro-batches stay on the
     host until they are used.
 
     index, sequence, position: [N] int64 each, with one entry for every response position of this
-        rank. For a response position, `index` is the canonical number, `sequence` is the sample,
-        and `position` is the place in the response.
+        rank. For each response position, `index` is its number in the whole batch, `sequence` is
+        the sample, and `position` is the place in the response.
     held: [N] int64, with one entry for every response position of this rank. The entry is the index
-        of the position in the share's response columns, such as `rollout_log_probs`.
+        of this response position in the share's response columns, such as `rollout_log_probs`.
 
     Args:
         share: share of data-parallel rank `dp_rank`.
 
     Raises:
-        ValueError: the share holds other samples than the rank's.
+        ValueError: the share contains different samples than the plan gives to the rank.
     """
 
     def __init__(
@@ -112,7 +114,8 @@ class RankBatch:
         ] + self.position
 
     def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
-        """Returns the flat view of this rank's positions. The batch must have been scored.
+        """Returns the flat columns of this rank's response positions. The batch must have been
+        judged.
 
         Args:
             log_prob: [N] from the log-prob pass.
@@ -145,20 +148,20 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """Returns the batch restricted to the micro-batches of one optimizer step. The spans of
-        these micro-batches still refer to the rank's N response positions."""
+        """Returns a batch with only the micro-batches of one optimizer step. The spans of these
+        micro-batches still refer to the rank's N response positions."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
 
     @property
     def span(self) -> slice:
-        """The range that the response positions of this batch's micro-batches occupy among the
-        rank's N response positions."""
+        """Range of this batch's response positions among the rank's N response positions."""
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """Returns the rank's N positions with loss mask and counts restricted to one mini-batch.
+        """Returns the flat columns of the rank's N response positions. Loss mask and counts cover
+        only one mini-batch.
 
         Args:
             tokens: from `token_batch`.
@@ -177,13 +180,15 @@ class RankBatch:
         )
 
     def _loss_lengths(self, carries_loss: Tensor) -> Tensor:
-        """Returns [B] int64 loss positions of every sample; on the host, like the share."""
+        """Returns the number of loss positions of every sample, [B] int64. The tensor is on the
+        host, like the share."""
         return torch.where(carries_loss, self.share.loss_lengths, 0)
 
 
 def _with_one_context(share: RankShare) -> Tensor:
-    """[S] int64: branches with equal numbers have the same context. The first branches of a group
-    do; every other branch has a number of its own."""
+    """Returns a number for every branch, [S] int64. Branches with equal numbers have the same
+    context. The first branches of a group's samples share a number, and every other branch has a
+    separate number."""
     if share.branched is None:
         return share.groups
     branches = share.branched
@@ -194,8 +199,9 @@ def _with_one_context(share: RankShare) -> Tensor:
 def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
-    """Returns the micro-batch of the chosen branches, and [3, n] for its response positions:
-    sample, place in the response, column of the share."""
+    """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes its
+    response positions. The three rows are the sample, the place in the response, and the column of
+    the share."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
@@ -238,8 +244,9 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """Returns the sum of the ranks' `x` on every rank. All ranks must call this function, and
     either all ranks or no rank may differentiate the sum.
 
-    Every rank's loss is its own part of a sum: with L = sum_r L_r and y = sum_r x_r, the gradient
-    in x_r is sum_q dL_q / dy, so gradients are summed over the ranks too.
+    The total loss L = sum_r L_r is the sum of the losses of all ranks r. With y = sum_r x_r, the
+    gradient of L with respect to x_r is sum_q dL_q / dy. Backward therefore sums the gradients over
+    the ranks.
     """
     return _SumOverRanks.apply(x, group)
 

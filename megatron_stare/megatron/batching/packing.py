@@ -1,20 +1,20 @@
-"""Packs sequences end to end (thd), for Megatron's packed_seq_params and for our CPU attention.
+"""Packs sequences end to end (thd) for Megatron's packed_seq_params and for this project's CPU
+attention.
 
-Prompts that several responses of a micro-batch share pass through the model once: a prompt's hidden
-states do not depend on later tokens, so the hidden states of one sample serve its whole group. Only
-attention, in which responses look back at the prompt, repeats the prompt's queries, keys and
-values.
+If several responses of a micro-batch share a prompt, the prompt passes through the model once. The
+hidden states of a prompt do not depend on later tokens, so all responses of the group can use these
+hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. The backward passes are copies too, except for tokens with several places, whose
-gradients are summed. If tokens were copied by plain indexing, backward would add gradients row by
-row into a tensor of zeros.
+results back. The backward passes of `Spread` are also copies. If a token has several places,
+backward sums the gradients of these places. With plain indexing, backward would instead add
+gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
-tokens. Under context parallelism a rank holds m positions of the longest sequence, and t / C tokens
-of the micro-batch. All groups laid end to end have p places, padding included. In `shared_columns`
-a packed row has s positions, with each prompt before each of its responses; k of the s positions
-are fed to the model.
+tokens. Under context parallelism with C ranks, a rank holds m positions of the longest sequence and
+t / C tokens of the micro-batch. All groups together have p places, including padding. In
+`shared_columns` a packed row has s positions, and each response has a copy of its prompt before it.
+The model is fed only k of the s positions of the packed row.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     fed: [k] int64 columns that are fed to the model, ascending.
-    stands: [s] int64 indices into `fed`, one for every column of the packed row. The fed column at
-        the index is the row's column itself, or the column with another sample's copy of the same
+    stands: [s] int64 indices into `fed`, one for every column of the packed row. The index of a
+        column points to the column itself, or to a column with another sample's copy of the same
         token.
     """
 
@@ -55,11 +55,11 @@ def shared_columns(
     """Finds the columns of a packed row to feed to the model.
 
     Args:
-        sample: [s] int64 sample of the micro-batch, -1: padding.
-        token: [s] int64 token of that sample.
+        sample: [s] int64 sample of each column; -1 for padding.
+        token: [s] int64 index of each column's token in its sample.
         prompts: [samples] int64 prompt length of each sample.
         groups: [samples] int64; samples of one group share one prompt.
-        multiple: the number of columns fed is a multiple of this, like the row's length.
+        multiple: the number of fed columns is a multiple of `multiple`, like the length of the row.
     """
     columns = torch.arange(len(sample))
     same = groups[:, None] == groups[None]
@@ -81,14 +81,14 @@ def shared_columns(
 
 @dataclass(frozen=True)
 class Spread:
-    """The token at every place of padded groups.
+    """Mapping between the tokens of a packed row and the places of padded groups.
 
     index: [p] int64, the token at every place.
-    inverse: [t] int64, the place of every token; if a token has several places, the place whose
-        output is used.
+    inverse: [t] int64, the place of every token. If a token has several places, `inverse` contains
+        the place whose output is used.
     shapes: (b, s) of every group.
-    repeated: whether tokens have several places with nonzero gradients (prompts that responses
-        share). Padding also repeats tokens, but its gradient is 0, so it does not count.
+    repeated: true if tokens have several places with nonzero gradients (prompts that responses
+        share). Padding also repeats tokens, but does not count because its gradient is 0.
     """
 
     index: Tensor
@@ -105,8 +105,8 @@ class Spread:
         group.
 
         Args:
-            collected: take a token's gradient only from its place in `inverse`. True for queries,
-                because `collect` uses no other place of their outputs.
+            collected: if true, take the gradient of a token only from its place in `inverse`. Use
+                true for queries, because `collect` reads only this place of the attention output.
         """
         sums = self.repeated and not collected
         places = _Spread.apply(tokens, self.index, None if sums else self.inverse)
@@ -114,8 +114,8 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """Copies the values at places [p, ...] back to tokens [t, ...]. `inverse` gives the place
-        that is read for each token."""
+        """Copies the values at places [p, ...] back to tokens [t, ...]. Reads each token from its
+        place in `inverse`."""
         return _Collect.apply(places, self.inverse)
 
 
@@ -153,17 +153,17 @@ class _Collect(Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Extends Megatron's PackedSeqParams by the places of tokens in padded groups of sequences, for
-    attention on a CPU.
+    """Extends Megatron's PackedSeqParams for attention on a CPU. Adds the places of tokens in
+    padded groups of sequences.
 
-    Without `cu_seqlens_q`, rotary embeddings follow each token's position
-    (megatron/model/model.py). Megatron's own unfused embedding for packed sequences cuts the tokens
-    into sequences in every layer, and waits for the device each time.
+    If `cu_seqlens_q` is None, rotary embeddings use the position of each token
+    (megatron/model/model.py). Megatron's unfused embedding for packed sequences is avoided, because
+    it splits the tokens into sequences and waits for the device in every layer.
 
     queries: the places of this rank's tokens in the padded groups. Padding repeats a sequence's
         last token.
-    keys, positions: these are set only under context parallelism, because a rank's queries are then
-        a subset of the keys.
+    keys, positions: set only under context parallelism, where the queries of a rank are a subset of
+        the keys.
     """
 
     queries: Spread | None = None
@@ -181,7 +181,7 @@ class PackedSequences(PackedSeqParams):
         """Copies the tensors to a device.
 
         Args:
-            bounds: whether to include cu_seqlens, which Transformer Engine's kernels read on the
+            bounds: if true, include cu_seqlens, which Transformer Engine's kernels read on the
                 device.
         """
         other = self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -190,7 +190,7 @@ class PackedSequences(PackedSeqParams):
         return other
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> PackedSequences:
-        """Returns a copy with changed tensors."""
+        """Returns a copy in which `change` was applied to the tensors."""
         assert self.queries is not None and self.cu_seqlens_q is not None
         other = copy(self)
         other.cu_seqlens_q = other.cu_seqlens_kv = change(self.cu_seqlens_q)
@@ -205,12 +205,13 @@ def pack(
     place: Zigzag = WHOLE,
     shared: SharedColumns | None = None,
 ) -> PackedSequences:
-    """Describes a packed row of sequences, which are laid end to end in the order of `lengths`.
+    """Describes a packed row of sequences. The sequences are packed end to end in the order of
+    `lengths`.
 
     Args:
         place: the positions that this rank holds.
-        shared: the columns to feed to the model if samples share prompts; must be None if ranks
-            hold parts of sequences.
+        shared: the columns to feed to the model if samples share prompts. Must be None under
+            context parallelism.
     """
     held = [length // place.ranks for length in lengths]
     groups = _alike(lengths)
@@ -241,7 +242,7 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
     """Builds the Spread that puts sequences of the given `lengths` into the given `groups`.
 
     Args:
-        order: [t] int64, the column in which each token actually is; None: the tokens are in order.
+        order: [t] int64 column of each token; None: the tokens are in order.
     """
     index, shapes = [], []
     inverse = torch.empty(sum(lengths), dtype=torch.int64)
@@ -257,8 +258,8 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns two tensors for the sequences `members`: [b, s] int64 columns of their tokens, and
-    [b, s] bool, False for padding."""
+    """Returns two tensors for the sequences `members`. The first, [b, s] int64, contains the
+    columns of their tokens. The second, [b, s] bool, is False for padding."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))
@@ -266,8 +267,8 @@ def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Groups sequences of similar length, so that padding each group to its longest costs little.
-    Returns sequence numbers."""
+    """Groups sequences of similar length, so that padding to the longest sequence of a group costs
+    little. Returns the sequence numbers of each group."""
     groups: list[list[int]] = []
     longest = tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
