@@ -1,5 +1,4 @@
-"""Runs the training loop, which is written like the algorithm. Other modules implement the calls of
-the loop.
+"""Runs the training loop. Other modules implement the calls of the loop.
 
 next:     rollouts -> rewards -> group advantages             (driver/training_source.py)
 step:     log-probs -> statistics, gate, weights -> backward  (driver/policy_trainer.py)
@@ -31,10 +30,8 @@ def train(
     """Trains the policy and returns the run directory.
 
     Args:
-        resume: whether to resume. A resume starts from the run's newest checkpoint, or from the
-            checkpoint of `from_step` if `from_step` is given.
-        dump_step: step of which the first update's batch, weights, loss and gradients are written
-            to files.
+        resume: resume from the newest checkpoint, or from that of `from_step` if given.
+        dump_step: step of which the first update's batch, weights, loss and gradients are dumped.
         limit: time limit of the run.
 
     Raises:

@@ -90,7 +90,7 @@ class Monitor:
         self._tell(lambda sink: sink.note(text))
 
     def log(self, step: int, batch: RolloutBatch, result: Mapping[str, float]) -> None:
-        """Logs a finished step. When the call returns, this process has written the step to disk.
+        """Logs a finished step. A line that was logged survives if the process is killed.
 
         Args:
             result: the trainer's metrics of the step.
