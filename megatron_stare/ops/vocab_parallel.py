@@ -238,9 +238,9 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     given. One all-gather exchanges 16 or 24 bytes per token and rank. The returned m is 0 if the
     maximum is not finite.
 
-    The merge and all computations after the merge use float64. float32 would add as much rounding
-    error as the sums contain, and float64 is cheap because the merged tensors have only N elements
-    each.
+    The merge and all computations after the merge use float64. float32 would
+    double the rounding error of the sums. float64 is cheap, because a merged tensor has only N
+    elements.
     """
     group = problem.group
     if group is None or group.size() == 1:

@@ -10,8 +10,8 @@ collector. A full collection in the middle of a step visits every object. Torch 
 alone create a few hundred thousand objects. A rank that collects garbage delays all other ranks.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
-the memory. By default glibc returns freed memory to the system, which then clears every page again.
-Clearing the pages takes a tenth of the step time of a small model.
+the memory. By default glibc returns freed memory to the kernel. The kernel then zeroes every page
+at the next allocation, which takes a tenth of the step time of a small model.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class StatePart:
 class RankPlan:
     """The bytes and tensors that a rank of a layout holds.
 
-    replica: number of the data-parallel replica that the rank's parameters belong to.
-    expert_replica: number of the data-parallel replica that the rank's experts belong to.
+    replica: index of the data-parallel replica that the rank's parameters belong to.
+    expert_replica: index of the data-parallel replica that the rank's experts belong to.
     nbytes: the bytes of each entry of ITEMS.
     held: the rank's pieces of the Hugging Face tensors.
     state: the rank's parts of the model's checkpoint.

@@ -56,8 +56,8 @@ class HealthError(RuntimeError):
 class RestartRule:
     """Limits on the restarts of a replica; see the section `faults.engines`.
 
-    most: maximum number of restarts within any `window_s` seconds. None means no limit, which
-        applies to servers that the run did not start.
+    most: maximum number of restarts within any `window_s` seconds. None means no limit. Servers
+        that the run did not start have no limit.
     back_off_s: seconds to wait before the second restart. The wait before a restart doubles for
         each further restart within the window.
     losses: number of consecutive lost requests after which the replica itself counts as lost, if
