@@ -323,7 +323,13 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
         for arm, by in shift.items()
         for seed in seeds
     }
+    runs |= {
+        f"afterwards, t, grpo, lr {lr}, seed {seed}": {"pass@1": lr * seed, "seconds": 1.0}
+        for lr in (1, 2)
+        for seed in (0, 1)
+    }
     told = {"plan": plan, "runs": runs}
+    assert "Pass@1 at lr 1: 0.500 [-5.853, 6.853]; lr 2: 1.000 [" in outcome.afterwards(told)[0]
     dapo_row, bonus_row, forks_row = outcome.decided(told)[2:]
     assert dapo_row.endswith("not shown; 0.03 either way is excluded |")
     assert bonus_row.endswith("| higher |") and "| +0.235 [" in bonus_row

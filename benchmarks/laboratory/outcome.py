@@ -130,6 +130,30 @@ def predicted(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def afterwards(told: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence on the runs that were not in the plan, or nothing if there are none."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for key, run in told["runs"].items():
+        if key.startswith("afterwards, "):
+            _, task, arm, rate, _ = key.split(", ")
+            found.setdefault(f"{NAMES[arm]} on `{task}`", {}).setdefault(rate, []).append(
+                run["pass@1"]
+            )
+    lines = []
+    for what, rates in found.items():
+        said = "; ".join(
+            f"{rate}: {mean:.3f} [{low:.3f}, {high:.3f}]"
+            for rate, each in rates.items()
+            for mean, low, high in (interval(each),)
+        )
+        lines += [
+            f"The sweep chose the lowest learning rate of {what}. Lower ones were run afterwards, with"
+            f" the same seeds, and are not in the plan. Pass@1 at {said}.",
+            "",
+        ]
+    return lines
+
+
 def tried(told: Mapping[str, Any]) -> list[str]:
     """Returns a list of every task that was tried."""
     lines = []
@@ -171,6 +195,7 @@ def section(told: Mapping[str, Any]) -> list[str]:
     ]
     for task in plan["tasks"]:
         lines += [f"`{task}`, means over seeds with 95 % intervals:", "", *arms(told, task), ""]
+    lines += afterwards(told)
     lines += ["What the maps let one expect of pass@1 against GRPO's:", "", *predicted(told), ""]
     return [*lines, "Every task that was tried:", "", *tried(told), ""]
 
