@@ -147,8 +147,8 @@ def afterwards(told: Mapping[str, Any]) -> list[str]:
             for mean, low, high in (interval(each),)
         )
         lines += [
-            f"The sweep chose the lowest learning rate of {what}. Lower ones were run afterwards, with"
-            f" the same seeds, and are not in the plan. Pass@1 at {said}.",
+            f"The sweep chose the lowest learning rate of {what}. Lower rates are not in the plan"
+            f" and were run afterwards, with the same seeds. Pass@1 at {said}.",
             "",
         ]
     return lines
