@@ -308,14 +308,24 @@ def test_of_a_cluster_elsewhere_the_rank_says_what_it_lacks(tmp_path: Path) -> N
     assert not torch.distributed.is_initialized()
 
 
-def test_environment_of_trainer_ranks() -> None:
-    assert environment(PerformanceConfig()) == {}
-    assert environment(
-        PerformanceConfig(cuda_connections=1, cuda_allocator="max_split_size_mb:512")
-    ) == {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
-    }
+@pytest.mark.parametrize(
+    ("overrides", "queues"),
+    [
+        (("parallel.tensor=1",), None),
+        (("parallel.tensor=1", "parallel.pipeline=2"), None),
+        (("parallel.tensor=2",), "1"),
+        (("parallel.tensor=1", "parallel.context=2"), "1"),
+        (("parallel.tensor=2", "performance.cuda_connections=8"), "8"),
+        (("parallel.tensor=1", "performance.cuda_connections=8"), "8"),
+    ],
+)
+def test_environment_of_trainer_ranks(overrides: tuple[str, ...], queues: str | None) -> None:
+    """Ranks that exchange activations inside a layer have one hardware queue."""
+    expected = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    assert environment(load_config(QUICKSTART, [*overrides])) == expected
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    given = [*overrides, f"performance.cuda_allocator={allocator['PYTORCH_CUDA_ALLOC_CONF']}"]
+    assert environment(load_config(QUICKSTART, given)) == expected | allocator
 
 
 def test_a_dry_run_says_what_turns_each_on(

@@ -13,7 +13,6 @@ from support.runs import ROOT
 from megatron_stare.cli import main
 from megatron_stare.cluster.ray import Actor
 from megatron_stare.config.load import load_config
-from megatron_stare.config.performance import environment
 from megatron_stare.config.process_settings import (
     check_environment,
     check_ports,
@@ -168,24 +167,6 @@ def test_both_ends_of_a_group_agree_on_nccls_memory(
     assert shared_environment(asked).items() >= expected.items()
     assert server_options(asked).process_environment().items() >= expected.items()
     assert not shared_environment(config()).keys() & expected.keys()  # there is no group
-
-
-@pytest.mark.parametrize(
-    ("overrides", "queues"),
-    [
-        (("parallel.tensor=1",), None),
-        (("parallel.tensor=1", "parallel.pipeline=2"), None),
-        ((), "1"),  # two tensor-parallel ranks
-        (("parallel.tensor=1", "parallel.context=2"), "1"),
-        (("performance.cuda_connections=8",), "8"),
-        (("parallel.tensor=1", "performance.cuda_connections=8"), "8"),
-    ],
-)
-def test_ranks_that_exchange_activations_inside_a_layer_have_one_queue(
-    overrides: tuple[str, ...], queues: str | None
-) -> None:
-    asked = environment(config(*overrides))
-    assert asked.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
 def test_no_two_holders_share_a_port() -> None:
