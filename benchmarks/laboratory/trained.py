@@ -125,17 +125,14 @@ def write_model(folder: Path, task: str, steps: int = 2000) -> float:
 
 
 def evaluated(folder: Path, weights: str) -> dict[str, float]:
-    """Returns the last evaluation of a run, of the weights `base` or `trained`."""
+    """Returns the last sampled evaluation of a run, of the weights `base` or `trained`."""
     told = {}
     for line in (folder / "eval.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if row["weights"] == weights:
+        if row["weights"] == weights and row["decoding"]["temperature"]:
             correct = row["correct"]
-            if row["decoding"]["temperature"]:
-                told["pass@1"] = sum(correct) / len(correct)
-                told["pass@16"] = sum(share > 0 for share in correct) / len(correct)
-            else:
-                told["greedy"] = sum(correct) / len(correct)
+            told["pass@1"] = sum(correct) / len(correct)
+            told["pass@16"] = sum(share > 0 for share in correct) / len(correct)
     return {name: round(value, 4) for name, value in told.items()}
 
 
