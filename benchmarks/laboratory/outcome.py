@@ -195,6 +195,18 @@ def section(told: Mapping[str, Any]) -> list[str]:
     ]
     for task in plan["tasks"]:
         lines += [f"`{task}`, means over seeds with 95 % intervals:", "", *arms(told, task), ""]
+        if changed := plan["tasks"][task].get("changes_after"):
+            at = changed // 5 - 1
+            before = ", ".join(
+                f"{NAMES[arm]} {fmean(each[at] for each in entropies):.3f}"
+                for arm in plan["arms"]
+                for entropies in (values(told, task, arm, "entropy by 5 steps"),)
+            )
+            lines += [
+                f"Entropy in the last 5 steps before the change, nats: {before}. So an arm's pass@1"
+                " afterwards does not follow from the entropy that it held before.",
+                "",
+            ]
     lines += afterwards(told) or [
         "GRPO's best learning rate on `changing` is the lowest of its tries. Lower ones are not run"
         " yet.",
