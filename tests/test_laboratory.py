@@ -330,6 +330,11 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     }
     told = {"plan": plan, "runs": runs}
     assert "Pass@1 at lr 1: 0.500 [-5.853, 6.853]; lr 2: 1.000 [" in outcome.afterwards(told)[0]
+    assert "ended best" not in outcome.before_the_change(told, "t", 10)  # all held the same
+    for seed in seeds:  # bonus ends best
+        runs[f"t, grpo, seed {seed}"]["entropy by 5 steps"] = [0.4, 0.5]
+    said = outcome.before_the_change(told, "t", 10)
+    assert "GRPO: 0.500" in said and "entropy bonus ended best and had not held most" in said
     dapo_row, bonus_row, forks_row = outcome.decided(told)[2:]
     assert dapo_row.endswith("not shown; 0.03 either way is excluded |")
     assert bonus_row.endswith("| higher |") and "| +0.235 [" in bonus_row
@@ -340,6 +345,26 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     assert outcome.section(told)[0] == "## On a trained model"
     monkeypatch.setattr(outcome, "RESULTS", ROOT / "none.json")
     assert outcome.read() is None
+
+
+def test_a_rate_at_the_edge_of_the_tries_is_said() -> None:
+    plan = {
+        "tasks": {"t": {}},
+        "arms": {"grpo": {"lr": [1.0, 2.0, 3.0]}},
+        "with": "grpo",
+        "seeds": {"sweep": [7]},
+    }
+
+    def said(*scores: float) -> list[str]:
+        runs = {
+            f"sweep, t, grpo, try {number}, seed 7": {"pass@1": score}
+            for number, score in enumerate(scores)
+        }
+        return outcome.at_the_edge({"plan": plan, "runs": runs})
+
+    assert said(0.1, 0.3, 0.2) == said(0.0, 0.0, 0.0) == []
+    assert "edge of GRPO's tries, 1." in said(0.4, 0.3, 0.2)[0]
+    assert "edge of GRPO's tries, 3." in said(0.1, 0.3, 0.4)[0]
 
 
 def test_a_method_is_added_to_a_cell_as_if_it_had_been_there(

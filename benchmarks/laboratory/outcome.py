@@ -130,6 +130,47 @@ def predicted(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
+    """Returns a sentence on every arm's entropy before the reward changed, and whether the arm that
+    ended best had most."""
+    held = {
+        arm: fmean(each[changed // 5 - 1] for each in values(told, task, arm, "entropy by 5 steps"))
+        for arm in told["plan"]["arms"]
+    }
+    best = max(held, key=lambda arm: fmean(values(told, task, arm, "pass@1")))
+    listed = "; ".join(f"{NAMES[arm]}: {nats:.3f}" for arm, nats in held.items())
+    said = f"Entropy in the last 5 steps before the change, nats: {listed}."
+    if held[best] < max(held.values()):
+        said += (
+            f" {NAMES[best]} ended best and had not held most, so the entropy held before does not"
+            " alone decide how far an arm recovers."
+        )
+    return said
+
+
+def at_the_edge(told: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for every task on which the sweep chose the lowest or highest learning
+    rate of the arm that the others are compared with, unless all rates of the arm were alike."""
+    plan = told["plan"]
+    arm, lines = plan["with"], []
+    for task in plan["tasks"]:
+        means = {
+            rate: fmean(
+                told["runs"][f"sweep, {task}, {arm}, try {number}, seed {seed}"]["pass@1"]
+                for seed in plan["seeds"]["sweep"]
+            )
+            for number, rate in enumerate(plan["arms"][arm]["lr"])
+        }
+        chosen = max(means, key=lambda rate: means[rate])
+        if chosen in (min(means), max(means)) and len(set(means.values())) > 1:
+            lines += [
+                f"On `{task}` the sweep chose a learning rate at the edge of {NAMES[arm]}'s tries,"
+                f" {chosen:g}. Rates beyond are not run.",
+                "",
+            ]
+    return lines
+
+
 def afterwards(told: Mapping[str, Any]) -> list[str]:
     """Returns a sentence on the runs that were not in the plan, or nothing if there are none."""
     found: dict[str, dict[str, list[float]]] = {}
@@ -196,22 +237,9 @@ def section(told: Mapping[str, Any]) -> list[str]:
     for task in plan["tasks"]:
         lines += [f"`{task}`, means over seeds with 95 % intervals:", "", *arms(told, task), ""]
         if changed := plan["tasks"][task].get("changes_after"):
-            at = changed // 5 - 1
-            before = ", ".join(
-                f"{NAMES[arm]} {fmean(each[at] for each in entropies):.3f}"
-                for arm in plan["arms"]
-                for entropies in (values(told, task, arm, "entropy by 5 steps"),)
-            )
-            lines += [
-                f"Entropy in the last 5 steps before the change, nats: {before}. So an arm's pass@1"
-                " afterwards does not follow from the entropy that it held before.",
-                "",
-            ]
-    lines += afterwards(told) or [
-        "GRPO's best learning rate on `changing` is the lowest of its tries. Lower ones are not run"
-        " yet.",
-        "",
-    ]
+            lines += [before_the_change(told, task, changed), ""]
+    lines += afterwards(told) or at_the_edge(told)
+    lines += ["Greedy accuracy, which the plan names, was not recorded.", ""]
     lines += ["What the maps let one expect of pass@1 against GRPO's:", "", *predicted(told), ""]
     return [*lines, "Every task that was tried:", "", *tried(told), ""]
 

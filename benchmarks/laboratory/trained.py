@@ -124,18 +124,6 @@ def write_model(folder: Path, task: str, steps: int = 2000) -> float:
 # --- the runs of the plan ---------------------------------------------------------------------
 
 
-def evaluated(folder: Path, weights: str) -> dict[str, float]:
-    """Returns the last sampled evaluation of a run, of the weights `base` or `trained`."""
-    told = {}
-    for line in (folder / "eval.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["weights"] == weights and row["decoding"]["temperature"]:
-            correct = row["correct"]
-            told["pass@1"] = sum(correct) / len(correct)
-            told["pass@16"] = sum(share > 0 for share in correct) / len(correct)
-    return {name: round(value, 4) for name, value in told.items()}
-
-
 def figures(folder: Path, changed: int | None) -> dict[str, Any]:
     """Returns what a run came to, of the files that it wrote.
 
@@ -148,7 +136,11 @@ def figures(folder: Path, changed: int | None) -> dict[str, Any]:
     def by_five(values: list[float]) -> list[float]:
         return [round(sum(values[at : at + 5]) / 5, 3) for at in range(0, len(values), 5)]
 
-    told: dict[str, Any] = evaluated(folder, "trained") | {
+    last = json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])
+    assert last["weights"] == "trained"
+    told: dict[str, Any] = {
+        "pass@1": round(last["results"]["pass@1"]["value"], 4),
+        "pass@16": round(last["results"]["pass@16"]["value"], 4),
         "entropy": round(sum(entropy[-20:]) / 20, 4),
         "reward by 5 steps": by_five(reward),
         "entropy by 5 steps": by_five(entropy),

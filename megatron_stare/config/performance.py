@@ -257,18 +257,15 @@ def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any
 
 
 def connections(config: Config) -> int | None:
-    """Returns the number of hardware queues that CUDA gives a trainer rank; None: CUDA's choice.
+    """Returns the number of hardware queues that CUDA gives a trainer rank, or None for CUDA's own
+    choice.
 
     Ranks that exchange activations inside a layer have one queue, in which a transfer starts before
     the product that was launched after it. Megatron's own launcher requires this.
     """
-    parallel = config.parallel
-    own = 1 if parallel.tensor > 1 or parallel.context > 1 else None
-    return (
-        own
-        if config.performance.cuda_connections is None
-        else (config.performance.cuda_connections)
-    )
+    if config.performance.cuda_connections is not None:
+        return config.performance.cuda_connections
+    return 1 if config.parallel.tensor > 1 or config.parallel.context > 1 else None
 
 
 def environment(config: Config) -> dict[str, str]:
