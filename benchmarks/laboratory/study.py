@@ -118,7 +118,8 @@ beside other work and with pauses.
 three choices, and the learning rate does not adapt. {trained}
 
 20-Entropy divides its loss by the tokens that it keeps, so its steps on them are about five times
-as long as those of the others at the same learning rate.
+as long as those of the others at the same learning rate. DG multiplies each term by a weight
+between 0 and 1, so its steps are shorter.
 
 ## Where methods differ from the first of each map
 """
