@@ -367,8 +367,9 @@ class RewardConfig(Section):
         Extension("math"),
         description=(
             "'math', 'stare', 'dapo', 'dapo_boxed', 'exact', 'numeric', 'choice', 'format',"
-            " 'arithmetic', 'signs', a function my_pkg.my_module.verify or my_file.py:verify, a"
-            " server's URL, or a sum 'math + 0.1 * format'; see docs/verifiers.md"
+            " 'arithmetic', 'signs', 'environment', a function my_pkg.my_module.verify or"
+            " my_file.py:verify, a server's URL, or a sum 'math + 0.1 * format';"
+            " see docs/verifiers.md"
         ),
     )
     known_answers: str | None = Field(

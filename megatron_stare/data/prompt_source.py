@@ -26,6 +26,7 @@ SOURCES = {
     "signs": "megatron_stare.data.signs.SignsPrompts",
     "reasoning_gym": "megatron_stare.data.reasoning_gym.ReasoningGym",
     "messages": "megatron_stare.data.messages.Conversations",
+    "verifiers": "megatron_stare.data.verifiers_tasks.VerifiersTasks",
 }
 
 

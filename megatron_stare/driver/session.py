@@ -236,6 +236,9 @@ class Session:
 
     def _open_rollouts(self, stack: ClosingStack) -> None:
         config, task = self.config, self._inputs.task
+        stack.callback(self._inputs.environment.close)
+        for evaluation in self._inputs.evaluations:
+            stack.callback(evaluation.environment.close)
         self.groups = groups = make_groups(config, self.source)
         groups.restore(without(self.state.kept, self.state.left_out))
         self._kept = groups.kept()

@@ -8,4 +8,5 @@ environment by dotted path.
 ENVIRONMENTS = {
     "single_turn": "megatron_stare.environments.single_turn.SingleTurn",
     "tools": "megatron_stare.environments.tools.Tools",
+    "verifiers": "megatron_stare.environments.verifiers_library.Verifiers",
 }

@@ -23,6 +23,7 @@ _TAGS = (OPEN, CLOSE, "<tool_response>", "</tool_response>")
 _MARK, _THOUGHT = "qzxqzx", "qzyqzy"  # found again in what the template renders
 THINK, THOUGHT = "<think>", "</think>"
 WHERE = "data.chat_template"
+NEXT = {"role": "user", "content": "next"}
 
 
 class Call(NamedTuple):
@@ -76,7 +77,8 @@ class ChatFormat:
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        tools: schemas of the tools, in the form that the template expects.
+        tools: schemas of the tools, in the form that the template expects. Without tools, the
+            template need not support tools.
         settings: further values for the template (`data.chat_template_kwargs`).
 
     Raises:
@@ -102,8 +104,20 @@ class ChatFormat:
         # longest first, so that no part of a broken one is left
         marks = {*_TAGS, *self._special, *(token.content for _, token in added)}
         self._marks = sorted((mark for mark in marks if mark.strip()), key=len, reverse=True)
-        whole = self._rendered(["answer"])
+        whole = self._rendered([_tool_answer("answer")] if self._tools else [NEXT])
         at = whole.rfind(_MARK)
+        if self._tools:
+            self._check_tools(whole, at)
+        if at < 0:
+            raise ConfigError(
+                "the tokenizer's chat template does not render an earlier turn of the policy",
+                where=WHERE,
+                fix="use a template for conversations",
+            )
+        ends = self._turn_end(whole, at)
+        self.end = self._special[whole[slice(*ends)]]
+
+    def _check_tools(self, whole: str, at: int) -> None:
         opened = whole.rfind(OPEN, 0, at)
         if at < 0 or read_calls(whole[max(opened, 0) :])[:1] != [Call("call", {"text": _MARK})]:
             raise ConfigError(
@@ -113,26 +127,27 @@ class ChatFormat:
                 fix="use a model whose template does, such as Qwen2.5 or Qwen3, or a template with"
                 " its form of calls",
             )
-        name = str(self._tools[0]["function"]["name"]) if self._tools else ""
+        name = str(self._tools[0]["function"]["name"])
         if name not in whole[: whole.find("question")]:
             raise ConfigError(
                 "the tokenizer's chat template does not tell the policy which tools there are",
                 where=WHERE,
                 fix="use a template that renders `tools`",
             )
-        ends = self._turn_end(whole, at)
-        self.end = self._special[whole[slice(*ends)]]
 
-    def between(self, answers: Sequence[str]) -> tuple[list[int], str]:
-        """Returns the token ids [n] between a turn with calls and the policy's next turn, and the
-        text of these tokens. The tokens are the tools' answers and the opening of the next turn.
+    def between(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
+        """Returns the token ids [n] between a turn and the policy's next turn, and the text of
+        these tokens. The tokens are the messages and the opening of the next turn.
 
-        If an answer contains the text of a template token, a space is inserted into this text.
+        If a message contains the text of a template token, a space is inserted into this text.
 
         Args:
-            answers: texts of the tools' answers, at least one.
+            messages: answers of tools ({"role": "tool", "content": text}), then messages of other
+                roles, such as "user". At least one message.
         """
-        whole = self._rendered([self._harmless(answer) for answer in answers])
+        whole = self._rendered(
+            [{**message, "content": self._harmless(message["content"])} for message in messages]
+        )
         text = whole[self._turn_end(whole, whole.rfind(_MARK))[1] :]
         return self._tokenizer(text, add_special_tokens=False).input_ids, text
 
@@ -147,7 +162,8 @@ class ChatFormat:
             ConfigError: the template changes an earlier turn in another way.
         """
         rest = f"{THINK}\n{_THOUGHT}\n{THOUGHT}\n\nrest"
-        aloud, silent = (self._rendered(["answer"], content) for content in (rest, "rest"))
+        answers = [_tool_answer("answer")]
+        aloud, silent = (self._rendered(answers, content) for content in (rest, "rest"))
         if _THOUGHT in aloud:
             return None
         opening = self._template([{"role": "user", "content": "question"}])
@@ -181,17 +197,18 @@ class ChatFormat:
         ids = self._tokenizer(rest, add_special_tokens=False).input_ids
         return [*context[: len(context) - len(opened)], *ids, self.end]
 
-    def _rendered(self, answers: Sequence[str], content: str = "") -> str:
-        """Renders a conversation with one tool call per answer, up to the opening of the next
-        turn."""
+    def _rendered(self, after: Sequence[Mapping[str, str]], content: str = "") -> str:
+        """Renders a conversation of a question, a turn of the policy and the messages `after`, up
+        to the opening of the next turn. The policy's turn has one call per answer of a tool."""
         call = {"name": "call", "arguments": {"text": _MARK}}
-        calls = [{"type": "function", "function": call} for _ in answers]
+        calls = [
+            {"type": "function", "function": call} for message in after if message["role"] == "tool"
+        ]
+        turn: dict[str, Any] = {"role": "assistant", "content": content if calls else _MARK}
+        if calls:
+            turn["tool_calls"] = calls
         return self._template(
-            [
-                {"role": "user", "content": "question"},
-                {"role": "assistant", "content": content, "tool_calls": calls},
-                *({"role": "tool", "name": "call", "content": answer} for answer in answers),
-            ]
+            [{"role": "user", "content": "question"}, turn, *({**each} for each in after)]
         )
 
     def _template(self, messages: list[dict[str, Any]]) -> str:
@@ -205,9 +222,10 @@ class ChatFormat:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the chat template cannot render calls and answers of tools: {error}",
+                "the chat template cannot render"
+                f" {'calls and answers of tools' if self._tools else 'several turns'}: {error}",
                 where=WHERE,
-                fix="use a template that knows tools",
+                fix=f"use a template that knows {'tools' if self._tools else 'them'}",
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
@@ -229,6 +247,10 @@ class ChatFormat:
     def _harmless(self, answer: str) -> str:
         # An answer must not contain the mark of the call either, which is searched from the right.
         return _broken(answer, [_MARK, *self._marks])
+
+
+def _tool_answer(text: str) -> dict[str, str]:
+    return {"role": "tool", "name": "call", "content": text}
 
 
 def _broken(text: str, marks: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -123,7 +123,12 @@ class Environment(ABC):
         tokenizer: a transformers tokenizer.
 
     A subclass adds its own settings as keyword-only parameters.
+
+    judges: the environment sets `reward` and `reward_status` of its trajectories, instead of a
+        verifier. The run must then name the verifier `environment`.
     """
+
+    judges: ClassVar[bool] = False
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -152,6 +157,9 @@ class Environment(ABC):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Returns the response to `prompt`. The response has at most rollout.max_new_tokens tokens,
         including the tokens of the environment."""
+
+    def close(self) -> None:  # noqa: B027 - most environments hold nothing
+        """Ends what the environment started, such as servers. Idempotent."""
 
 
 class Response:
@@ -232,9 +240,9 @@ class Response:
         return Trajectory(
             prompt=self._prompt,
             sample_index=0,  # the rollouts set it
-            tokens=_joined(self._tokens),
-            log_probs=_joined(self._log_probs),
-            loss_mask=_joined(self._loss_mask),
+            tokens=_joined(self._tokens, torch.int32),
+            log_probs=_joined(self._log_probs, torch.float32),
+            loss_mask=_joined(self._loss_mask, torch.bool),
             versions=tuple(self._versions),
             finish_reason=self._finish_reason,
             text="".join(self._texts),
@@ -248,8 +256,10 @@ class Response:
         self._loss_mask.append(torch.full((tokens.numel(),), carries_loss))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Concatenates the parts. Returns a single part, which is the usual case, without a copy."""
+    if not parts:
+        return torch.zeros(0, dtype=dtype)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -257,10 +267,20 @@ def make_environment(environment: Extension | str, config: Config, tokenizer: An
     """Builds the environment with the given name or dotted path.
 
     Raises:
-        ConfigError: the environment does not exist, its class is not an Environment, or a setting
-            is invalid.
+        ConfigError: the environment does not exist, its class is not an Environment, a setting is
+            invalid, or both or neither of the environment and `reward.verifier` give rewards.
     """
     kind, settings = find_environment(environment)
+    judged = config.reward.verifier.name == "environment"
+    if judged != kind.judges:
+        name = Extension.read(environment).name
+        raise ConfigError(
+            f"the environment {name!r} gives the rewards itself"
+            if kind.judges
+            else f"the environment {name!r} gives no rewards",
+            where="reward.verifier",
+            fix="reward.verifier=environment" if kind.judges else "name a verifier",
+        )
     return kind(config, tokenizer, **settings)
 
 

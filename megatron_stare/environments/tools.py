@@ -274,7 +274,9 @@ class Tools(Environment):
             if not calls or number == self._max_turns:
                 break
             answers = await self._answers(calls, made, generate)
-            tokens, text = self._format.between([answer.text for answer in answers])
+            tokens, text = self._format.between(
+                [{"role": "tool", "name": "call", "content": each.text} for each in answers]
+            )
             made += (
                 {
                     "turn": number,

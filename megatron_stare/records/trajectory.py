@@ -62,8 +62,10 @@ class Trajectory:
     text: str = ""  # all turns and the environment's words between them; for people
     # the policy's part of `text`, which verifiers read; None: all of `text`
     sampled_text: str | None = None
+    # set by an environment that judges its own responses, else by the verifier's verdict
     reward: float | None = None
     reward_status: RewardStatus = "pending"
+    verdict_detail: str = ""  # why an environment that judges gave no reward
     # [m, L, K] experts of the first m tokens of prompt and response; see `routing_column`
     experts: Tensor | None = None
     # index in `said` where the answer begins; -1: no answer; None: not known

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron_stare.rewards.verifier_pool import (
     Answers,
@@ -162,6 +162,14 @@ class Verdicts:
         self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
+
+    def given(
+        self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
+    ) -> Verdict:
+        """Returns and counts the verdict of an environment that judges its own responses. Raises
+        TooManyFailuresError like `of`."""
+        self._asked += 1
+        return self._take(Verdict(reward, status, detail))
 
     def _take(self, verdict: Verdict) -> Verdict:
         self._known += 1

@@ -47,6 +47,7 @@ VERIFIERS = {
     "choice": "megatron_stare.rewards.choice_verifier.verify",
     "dapo": "megatron_stare.rewards.dapo_verifier.verify",
     "dapo_boxed": "megatron_stare.rewards.dapo_boxed_verifier.verify",
+    "environment": "megatron_stare.rewards.verifier.by_environment",
     "exact": "megatron_stare.rewards.exact_verifier.verify",
     "format": "megatron_stare.rewards.format_verifier.verify",
     "math": "megatron_stare.rewards.math_verifier.verify",
@@ -74,6 +75,11 @@ class Asked:
     groups: bool = False
     columns: bool = False
     needs_columns: bool = False
+
+
+def by_environment(response: str, answer: str) -> float:
+    """Stands for the environment, which gives the reward itself. Is never asked."""
+    raise AssertionError("the environment judges its responses")
 
 
 class WeightedSum:

@@ -372,7 +372,8 @@ def test_a_template_that_rewrites_the_last_turn_keeps_what_was_sampled() -> None
     made = config()
     other = make_environment(made.rollout.environment, made, tokenizer)
     assert isinstance(other, Tools)
-    assert other._format.between(["5"]) == tools()._format.between(["5"])
+    said = [{"role": "tool", "name": "call", "content": "5"}]
+    assert other._format.between(said) == tools()._format.between(said)
 
 
 FORGETFUL = TOKENIZER.chat_template.replace(

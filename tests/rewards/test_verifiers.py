@@ -19,7 +19,7 @@ from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier import VERIFIERS, answer_start_of, make_verifier
 
 # in tests of their own; that of reasoning_gym needs its package
-ELSEWHERE = {"math", "math_verify", "reasoning_gym"}
+ELSEWHERE = {"math", "math_verify", "reasoning_gym", "environment"}
 
 
 @pytest.mark.parametrize("name", sorted(set(VERIFIERS) - ELSEWHERE))

@@ -172,6 +172,7 @@ def run(
                 with evaluation.task.blamed():
                     pools[verifier] = open_pool(verifier, config, config.reward.workers)
                 stack.callback(pools[verifier].close)
+            stack.callback(evaluation.environment.close)
         folder = EvaluationFolder(out, opened.what(), dump_yaml(config))
         stack.callback(folder.close)
         missing = {name: _missing(folder, name, each) for name, each in opened.evaluations.items()}

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -60,6 +60,10 @@ class Judge(Protocol):
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> Sequence[Verdict]: ...
 
+    def given(
+        self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
+    ) -> Verdict: ...
+
 
 class PromptStream(Protocol):
     """Prompts in order; see data.source.PromptSource."""
@@ -85,6 +89,9 @@ class _Judging:
         """Waits for the verdict on a response. Returns None if the response's group has been given
         up."""
         prompt = trajectory.prompt
+        status = trajectory.reward_status
+        if status in ("ok", "timeout", "crash"):  # by the environment
+            return self._judge.given(trajectory.reward, status, trajectory.verdict_detail)
         if not self._judge.judges_groups:
             return await self._judge.of(trajectory.said, prompt.answer, prompt.columns)
         if prompt.cursor in self._given_up:

@@ -1,0 +1,71 @@
+"""Provides the tasks of an environment of the library `verifiers` as prompts."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_stare.config.schema import Config
+from megatron_stare.data.generated import GeneratedPrompts
+from megatron_stare.data.streams import Split, counter_hash
+from megatron_stare.environments.verifiers_library import COLUMN, opened_by
+
+EVALUATED = 1000  # tasks of an endless taskset that only evaluations use
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task of the taskset."""
+
+    text: str
+    answer: str
+    name: str
+    columns: Mapping[str, Any]
+
+
+class VerifiersTasks(GeneratedPrompts):
+    """A PromptSource of the taskset of `rollout.environment`.
+
+    Training uses each task once per epoch, in a new random order. Evaluations use the tasks in
+    order. Of an endless taskset, training uses each task once, and evaluations use the first
+    `EVALUATED` tasks, which training leaves out.
+
+    A prompt's text is for display, because the environment renders the conversation.
+
+    Raises:
+        ConfigError: the run's environment is not `verifiers`, or cannot be made.
+    """
+
+    counts: ClassVar[Mapping[Split, int | None]] = {"train": None, "eval": None}
+
+    def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
+        self._library = opened_by(config)
+        self.counts = {  # type: ignore[misc]  # of this taskset
+            "train": self._library.tasks,
+            "eval": self._library.tasks or EVALUATED,
+        }
+        super().__init__(config, tokenizer, split)
+
+    def problem(self, index: int) -> Problem:
+        at = self._at(index)
+        task = self._library.task(at)
+        text = task.data.prompt_text or task.data.description or task.data.name or f"task {at}"
+        return Problem(text, "", task.key, {COLUMN: {"at": at, "key": task.key}})
+
+    def _at(self, index: int) -> int:
+        """Returns the number of the task at a place of the stream."""
+        tasks = self._library.tasks
+        if tasks is None:
+            return index + (EVALUATED if self._split == "train" else 0)
+        epoch, place = divmod(index, tasks)
+        return place if self._split == "eval" else _order(self._seed, epoch, tasks)[place]
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, tasks: int) -> list[int]:
+    order = list(range(tasks))
+    random.Random(counter_hash(seed, epoch)).shuffle(order)
+    return order
