@@ -207,10 +207,12 @@ def _text_of(settings: Mapping[str, Any] | None) -> str:
 
 def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
     """Returns the library's environment. Agents without a runtime run on this machine, and agents
-    without a harness only talk."""
+    without a harness of their own only talk and call tools."""
     try:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils import loaders
+
+        from megatron_stare.environments import chat_harness
     except ImportError as error:
         raise ConfigError(
             f"the library verifiers is not installed: {error}",
@@ -221,12 +223,13 @@ def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
     logging.getLogger("verifiers").setLevel(logging.ERROR)
     try:
         known = loaders.env_config_type(taskset, str(settings.get("id", "")))
+        chat_harness.register()
         own = loaders.default_harness_id(taskset)
-        harness = {"id": own} if own == taskset else {"id": "null"}
+        harness = own if own == taskset else chat_harness.ID
         agents = {
             name: {
                 "runtime": {"type": "subprocess"},
-                **({} if default.harness is not None else {"harness": harness}),
+                **({"harness": {"id": harness}} if _only_talks(default.harness) else {}),
                 **settings.get(name, {}),
             }
             for name, default in agent_config_fields(known()).items()
@@ -250,6 +253,11 @@ def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
                 fix=f"{name}.runtime.type: docker, or {name}.harness.id: null",
             )
     return made
+
+
+def _only_talks(harness: Any) -> bool:
+    """Tells whether an agent has no harness or the library's harness for conversations."""
+    return harness is None or harness.id == "null"
 
 
 class Episode:

@@ -1,12 +1,11 @@
 """Environments of the library `verifiers`, unchanged: their episodes become responses, their
 rewards are kept, and runs train on them.
 
-pip install verifiers==0.4.0 uv    into an environment that has this project, Python 3.11 or newer
+pip install verifiers==0.4.0 datasets    into an environment that has this project
 
 The environments are those of the library's repository (github.com/PrimeIntellect-ai/verifiers,
 commit a60a606ecc4d309247edf9ff92c3eabca362781f, MIT licence), which no package index has. Fetch it
-and name its folder `environments` in MEGATRON_STARE_VERIFIERS. They need no network once the
-library has prepared its chat program.
+and name its folder `environments` in MEGATRON_STARE_VERIFIERS.
 """
 
 from __future__ import annotations
