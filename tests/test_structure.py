@@ -322,8 +322,7 @@ def test_a_run_s_model_and_method_are_resolved_in_one_place(name: str, places: s
 
 
 def test_event_loops_are_run_where_signals_are_known() -> None:
-    """Elsewhere a signal would not end what the loop runs. The library's servers have a thread of
-    their own, which the run's end closes."""
+    """Elsewhere a signal would not end what the loop runs."""
     names = {"run_until_complete", "asyncio.run", "asyncio.Runner"}
     using = {
         here(file)
@@ -331,7 +330,7 @@ def test_event_loops_are_run_where_signals_are_known() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and names & {node.attr, ast.unparse(node)}
     }
-    assert using == {"environments/verifiers_library.py", "process/interruption.py"}
+    assert using == {"process/interruption.py"}
 
 
 UPSTREAM = PACKAGE / "megatron/upstream"

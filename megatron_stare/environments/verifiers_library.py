@@ -410,8 +410,8 @@ class Playing:
 
 
 class Serving:
-    """The library's servers, and the inference server that the library asks for tokens. Both belong
-    to one event loop, which runs in a thread until this object or the process ends.
+    """The library's servers for one environment, and the inference server that the library asks for
+    tokens. Both end with `close`, with this object, or with the process.
 
     Args:
         environment: a `verifiers.v1.Env`.
@@ -422,23 +422,22 @@ class Serving:
     """
 
     def __init__(self, environment: Any, client: Mapping[str, Any]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
+        self._loop = library_loop()
         self._sessions: dict[str, _Session] = {}
         self._environment = environment
+        stop = asyncio.Event()
         ready: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        served = _served(environment, dict(client), self._sessions, ready, self._stop)
-        thread = threading.Thread(
-            target=_run, args=(self._loop, served, ready), name="verifiers", daemon=True
+        served = asyncio.run_coroutine_threadsafe(
+            _served(environment, dict(client), self._sessions, ready, stop), self._loop
         )
-        thread.start()
-        self.close = weakref.finalize(self, _end, self._loop, self._stop, thread)
-        try:
-            self._context = ready.result()
-        except Exception as error:
+        self.close = weakref.finalize(self, _end, self._loop, stop, served)
+        concurrent.futures.wait((ready, served), return_when=concurrent.futures.FIRST_COMPLETED)
+        if not ready.done():
+            error = served.exception()
             raise ConfigError(
                 f"the servers of the library verifiers do not start: {error}", where=WHERE
             ) from error
+        self._context = ready.result()
 
     def begin(self, task: Any, episode: Episode, agent: str) -> Playing:
         """Begins to play an episode."""
@@ -458,29 +457,23 @@ class Serving:
                 del self._sessions[each]
 
 
-def _run(
+@functools.cache
+def library_loop() -> asyncio.AbstractEventLoop:
+    """Starts the thread of the library's event loop, and returns this loop. There is one for all
+    environments, because some locks of the library work in one event loop only."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+    return loop
+
+
+def _end(
     loop: asyncio.AbstractEventLoop,
-    served: Coroutine[Any, Any, None],
-    ready: concurrent.futures.Future[Any],
+    stop: asyncio.Event,
+    served: concurrent.futures.Future[None],
 ) -> None:
-    """Runs the library's event loop. An error before the servers are ready goes to `ready`."""
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_until_complete(served)
-    except Exception as error:
-        if ready.done():
-            _log.warning("the servers of the library verifiers ended: %s", error)
-        else:
-            ready.set_exception(error)
-    finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-
-
-def _end(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, thread: threading.Thread) -> None:
-    if thread.is_alive():
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
+    loop.call_soon_threadsafe(stop.set)
+    if error := served.exception():
+        _log.warning("the servers of the library verifiers ended: %s", error)
 
 
 async def _served(
