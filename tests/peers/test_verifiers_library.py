@@ -174,7 +174,7 @@ def test_a_conversation_with_tools_continues_from_the_sampled_tokens() -> None:
 
 
 def test_two_environments_play_at_once() -> None:
-    """As in a run whose evaluation has an environment of its own."""
+    """A run and its evaluation may have an environment each."""
     both = [config("kuhn_poker"), config("scratchpad")]
     made = [make_environment(each.rollout.environment, each, TOKENIZER) for each in both]
 
