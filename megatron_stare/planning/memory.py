@@ -437,12 +437,19 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of logits that the head holds at a time. The head is assumed to compute
-    large logits in chunks, unless `model.head` is 'materialised'."""
-    whole = largest_logits(config, shape)
+    """Returns the bytes of logits that the head holds at a time, and of the gradient of its weight
+    that autograd receives. The head is assumed to compute large logits in chunks, unless
+    `model.head` is 'materialised'."""
+    whole, tensor = largest_logits(config, shape), config.parallel.tensor
+    rows = shape.padded_vocab(tensor) // tensor
+    gradient = rows * shape.hidden * _BYTES[config.model.dtype]
     if config.model.head == "materialised":
-        return whole
-    return min(whole, whole * config.model.head_chunk_tokens // config.batch.micro_batch_tokens)
+        return whole + gradient
+    chunk = whole * config.model.head_chunk_tokens // config.batch.micro_batch_tokens
+    # In chunks the gradient is a stand-in (`LinearHead.loss`), which a weight does not need if it
+    # is the embedding of the same stage.
+    stands_in = not (shape.tied and config.parallel.pipeline == 1)
+    return min(whole + gradient, chunk + (gradient if stands_in else 0))
 
 
 def longest_sequence(config: Config) -> int:

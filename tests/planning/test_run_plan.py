@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -16,9 +17,11 @@ from megatron_stare.cli import main
 from megatron_stare.config.load import load_config
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.rules import check_layout
+from megatron_stare.config.schema import Config
+from megatron_stare.models import read_shape
 from megatron_stare.planning.gpus import Coefficients
 from megatron_stare.planning.layout_search import search
-from megatron_stare.planning.memory import Fit, PlannedFit
+from megatron_stare.planning.memory import Fit, PlannedFit, logits_bytes
 from megatron_stare.planning.preflight import check_lengths
 
 BASE = {
@@ -195,3 +198,28 @@ def test_a_sync_is_as_fast_as_the_benchmarks_model_has_it() -> None:
     assert Coefficients().sync_bytes_s == pytest.approx(
         tool("benchmarks", "sync_model").SLIME_GB_S * 1e9
     )
+
+
+@pytest.mark.parametrize(
+    ("tied", "pipeline", "head", "chunks", "gradient"),
+    [
+        (False, 1, "recompute", 1 / 16, True),
+        (True, 1, "recompute", 1 / 16, False),  # comes through the embedding
+        (True, 2, "recompute", 1 / 16, True),
+        (True, 1, "materialised", 1, True),
+    ],
+)
+def test_the_head_needs_logits_and_the_gradient_of_its_weight(
+    tied: bool, pipeline: int, head: str, chunks: float, gradient: bool
+) -> None:
+    shape = read_shape(ROOT / "assets/architectures/qwen2.5-32b")
+    config = Config.model_validate(
+        {
+            "model": {"path": "m", "dtype": "bfloat16", "head": head, "head_chunk_tokens": 1024},
+            "parallel": {"tensor": 8, "pipeline": pipeline},
+            "batch": {"micro_batch_tokens": 16384},
+        }
+    )
+    rows = 149 * 128  # of Qwen2.5-32B's 152,064 tokens, padded to a multiple of 8 * 128
+    wanted = 16384 * chunks * rows * 2 + (rows * 5120 * 2 if gradient else 0)
+    assert logits_bytes(config, dataclasses.replace(shape, tied=tied)) == wanted
