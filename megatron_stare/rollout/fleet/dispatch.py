@@ -151,12 +151,12 @@ class Dispatch:
     before the new requests of the same Serving.
 
     If replicas have a capacity, each request goes at once to the replica with the most room. A
-    request that continues a response returns to the replica that sampled the earlier part, because
-    that replica has the earlier part in its KV cache. Continued responses are placed before new
-    requests. While the replica that sampled the earlier part is full, a continued response waits. A
-    continued response goes to another replica if another replica has room left after all new
-    requests are placed. A continued response also goes to another replica if the replica that
-    sampled the earlier part has lost a request since its last answer.
+    request that continues a response returns to the replica that sampled the earlier part of the
+    response. The KV cache of that replica still holds the earlier part. Continued responses are
+    placed before new requests. While the replica that sampled the earlier part is full, a continued
+    response waits. A continued response goes to another replica if another replica has room left
+    after all new requests are placed. A continued response also goes to another replica if the
+    replica that sampled the earlier part has lost a request since its last answer.
 
     If replicas have no capacity limit, Dispatch sends no request until every unfinished trajectory
     has sent a request. Dispatch then splits the requests evenly over the replicas. The composition

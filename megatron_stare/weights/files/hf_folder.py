@@ -244,7 +244,7 @@ def write_folder(
     and tokenizer of `companions_from`.
 
     config.json names the most common dtype of the weights. `transformers` loads all weights in this
-    dtype. Replaces an existing folder only after the new folder is complete.
+    dtype. An existing folder is replaced only after the new folder is complete.
 
     Raises:
         UserError: the folder cannot be written.

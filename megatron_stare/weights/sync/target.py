@@ -35,12 +35,12 @@ class Sender(Protocol):
         """
 
     def handle(self, bucket: Bucket) -> Any:
-        """Returns a handle of a bucket's memory that an engine's rank on the same device can open.
-        May be called outside this sender's turn."""
+        """Returns a handle of a bucket's memory. A rank of an engine on the same device can open
+        the handle. May be called outside this sender's turn."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket, whose memory then belongs to the sender. First waits for the
-        previous bucket, and raises the error if sending the previous bucket failed.
+        """Starts to send a bucket. The bucket's memory then belongs to the sender. First waits for
+        the previous bucket, and raises the error if sending the previous bucket failed.
 
         Args:
             handles: one handle for each rank of the engine, if the engine opens memory on its

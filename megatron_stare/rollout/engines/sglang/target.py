@@ -99,10 +99,10 @@ class ServersTarget(SyncTarget):
 
     @property
     def owners_send(self) -> bool:
-        """Returns True if each rank sends the experts that the rank holds. Servers keep a layer's
-        experts in one parameter. On a GPU, several senders can each hash a part of the experts'
-        parameter. SHA-256, the hash for servers on the CPU, needs all bytes of the experts'
-        parameter in one process."""
+        """Returns True for servers on GPUs that do not share the trainer's devices. Each rank then
+        sends the experts that the rank holds. Servers keep a layer's experts in one parameter. On a
+        GPU, several senders can each hash a part of the experts' parameter. SHA-256, the hash for
+        servers on the CPU, needs all bytes of the experts' parameter in one process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )
