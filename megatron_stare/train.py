@@ -30,8 +30,9 @@ def train(
     """Trains the policy and returns the run directory.
 
     Args:
-        resume: resume from the newest checkpoint, or from that of `from_step` if given.
-        dump_step: step of which the first update's batch, weights, loss and gradients are dumped.
+        resume: resume from the checkpoint of step `from_step`, or from the newest checkpoint if
+            `from_step` is None.
+        dump_step: step whose first update is dumped, with batch, weights, loss and gradients.
         limit: time limit of the run.
 
     Raises:

@@ -44,7 +44,7 @@ def watch_progress(told: Callable[[], None] | None) -> None:
 
 
 def tell_progress() -> None:
-    """Notes that this process's current call makes progress, such as a finished micro-batch."""
+    """Reports progress of this process's current call, such as a finished micro-batch."""
     if _told is not None:
         _told()
 

@@ -70,7 +70,7 @@ def write_atomically(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def keep(path: Path, wanted: Callable[[Record], bool]) -> None:
-    """Atomically removes the records from `path` for which `wanted` returns False. Ignores a
+    """Atomically removes from `path` every record for which `wanted` returns False. Ignores a
     missing file."""
     if path.exists():
         write_atomically(path, [record for record in read_jsonl(path) if wanted(record)])

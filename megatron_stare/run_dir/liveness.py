@@ -1,4 +1,4 @@
-"""Determines whether a run is alive, from the run's lock and from the run's heartbeat.
+"""Determines from a run's lock and heartbeat whether the run is alive.
 
 The functions of this module never change a run. The driver holds the run's lock. The kernel frees
 the lock when the driver ends for any reason. On the driver's machine, the run is alive if and only

@@ -32,7 +32,8 @@ NOT_TRAINED = " "  # in both columns: a token that an environment wrote
 class Token:
     """One token of a response with its training numbers. Unknown numbers are NaN.
 
-    text: text that the token adds to the response. Special tokens such as the stop token have text.
+    text: text that the token adds to the response. Special tokens, such as the stop token, also
+        have a text.
     surprisal, entropy: values in nats, under the policy of the log-prob pass, at the run's
         temperature.
     advantage: advantage of the token's response.

@@ -336,8 +336,8 @@ def _not_written(final: Path, error: OSError) -> UserError:
 
 
 def check_place(config: Config) -> None:
-    """Raises UserError if a new run's directory could not be created, or is in use. Leaves no
-    files."""
+    """Raises UserError if the directory of a new run could not be created, or is in use. The check
+    leaves no files."""
     path = _place(config)
     refuse_taken(path)
     refuse_busy(path)
@@ -387,7 +387,8 @@ def check_whole(checkpoint: Path) -> None:
 
 
 def _refuse_without_sums(checkpoint: Path) -> None:
-    """Raises DataError for a checkpoint without checksums, unless an earlier release wrote it.
+    """Raises DataError for a checkpoint without checksums, unless an earlier release wrote the
+    checkpoint.
 
     Ignores a run state that is damaged or was written by a newer release. RunState.read raises
     DataError for such a run state.

@@ -1,5 +1,5 @@
-"""Computes STARE over a whole batch in numpy float64, as the paper describes it. Imports nothing
-from this project.
+"""Computes STARE as in the paper, over a whole batch, in numpy float64. Imports nothing from this
+project.
 
 `conformance.py` compares the selector with this reference. The reference sorts values where the
 selector uses histograms. The reference uses plain loops where the selector uses collectives.

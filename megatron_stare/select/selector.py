@@ -62,8 +62,8 @@ class Selector:
 
     Args:
         method: a name in METHODS.
-        group: ranks that hold different tokens of the batch. If `group` is None, this process holds
-            the whole batch, even if torch.distributed runs.
+        group: process group of the ranks that hold different tokens of the batch. If `group` is
+            None, this process holds the whole batch, even if torch.distributed runs.
         settings: the method's own settings, such as `share=0.1` or `entropy_target=0.3`. Settings
             of the loss (clip_high and others) belong to the trainer.
 

@@ -70,9 +70,9 @@ class StareGRPOTrainer(GRPOTrainer):
 
     Args:
         stare: settings of the selector, such as `{"entropy_target": 0.3}`. The setting `method`
-            chooses another method than STARE.
-        trust_upstream: whether to train even if TRL's methods or their results changed. If True,
-            the trainer warns instead of raising UpstreamChangedError.
+            selects a method other than STARE.
+        trust_upstream: True: if TRL's methods or their results changed, the trainer warns and
+            trains. False: the trainer raises UpstreamChangedError.
 
     Raises:
         ConfigError: a setting of GRPOConfig makes the selection inexact.

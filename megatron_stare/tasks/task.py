@@ -59,7 +59,7 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Responses a problem."""
+        """Number of responses per problem."""
         return self.config.eval.samples
 
     @property

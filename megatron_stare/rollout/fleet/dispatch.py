@@ -62,8 +62,8 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """Removes and returns the requests of the next call. Takes the first assigned requests that
-        have equal sampling parameters."""
+        """Removes and returns the requests of the next call. Takes assigned requests in order,
+        until the sampling parameters change."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -73,7 +73,7 @@ class _Replica:
 
 @dataclass(eq=False)
 class _Queue:
-    """Requests of one Serving that are not assigned to a replica.
+    """Requests of one Serving that wait for a replica.
 
     live: number of unfinished trajectories.
     again: requests that a replica lost and that must be sent again.
@@ -144,25 +144,25 @@ class RequestsPage:
 
 class Dispatch:
     """Sends the requests of all open Servings to the replicas and returns the answers. A Dispatch
-    lives in one event loop. Trajectories send requests through a Serving. Dispatch keeps only the
-    queue of each Serving.
+    lives in one event loop. Trajectories send requests through a Serving. Each Serving has a queue
+    of waiting requests in Dispatch.
 
     A request that a replica lost is retried at another replica (retries.py). Retries are sent
     before the new requests of the same Serving.
 
     If replicas have a capacity, each request goes at once to the replica with the most room. A
-    request that continues a response returns to the replica that sampled the earlier part, because
-    that replica has the earlier part in its KV cache. Continued responses are placed before new
-    requests. While the replica that sampled the earlier part is full, a continued response waits. A
-    continued response goes to another replica if another replica has room left after all new
-    requests are placed. A continued response also goes to another replica if the replica that
-    sampled the earlier part has lost a request since its last answer.
+    request that continues a response returns to the replica that sampled the earlier part of the
+    response. The KV cache of that replica still holds the earlier part. Continued responses are
+    placed before new requests. While the replica that sampled the earlier part is full, a continued
+    response waits. A continued response goes to another replica if another replica has room left
+    after all new requests are placed. A continued response also goes to another replica if the
+    replica that sampled the earlier part has lost a request since its last answer.
 
     If replicas have no capacity limit, Dispatch sends no request until every unfinished trajectory
     has sent a request. Dispatch then splits the requests evenly over the replicas. The composition
-    of a batch therefore depends on the trajectories alone, not on timing. Replicas without a
-    capacity limit therefore receive no requests while an environment waits for something other than
-    tokens, such as a tool.
+    of a batch then depends on the trajectories alone, not on timing. While an environment waits for
+    something other than tokens, such as a tool, replicas without a capacity limit receive no
+    requests.
 
     Args:
         held: function that returns True while replicas must not be called for tokens. `hold` waits
@@ -361,7 +361,7 @@ class Dispatch:
 
     async def stop(self) -> None:
         """Cancels the tasks that call the replicas (`_pump`). Waits until the tasks have ended, but
-        does not wait for the replicas."""
+        does not wait for answers of the replicas."""
         if self._putting is not None:
             self._putting.cancel()
         self._page.write([self._fleet.health.state(r.number).value for r in self._replicas], {})
@@ -440,8 +440,8 @@ class Dispatch:
         replica.work.clear()
 
     def _lost(self, replica: _Replica, lost: LostRequest) -> bool:
-        """Queues a lost request for a retry. Returns whether the replica itself counts as lost
-        now."""
+        """Queues a lost request for a retry. Returns True if the replica itself now counts as
+        lost."""
         _, given = self._retries.given().get(lost.rid, (None, 0.0))
         self._make_again(replica, lost)
         now = self.loop.time()

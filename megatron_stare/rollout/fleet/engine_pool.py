@@ -88,8 +88,9 @@ class EnginePool:
     Args:
         workers: the workers that hold the engines, one engine each. The constructor brings up all
             engines at once.
-        prove_every: interval between updates that verify the values of the weights; 1 means every
-            update. Updates that verify no values compare only names and counts.
+        prove_every: number of updates from one verified update to the next; 1 means that every
+            update verifies the values of the weights. The other updates compare only names and
+            counts.
         rule: limits on the retries of a lost request.
         restarts: limits on the restarts of a lost replica.
 
@@ -126,8 +127,8 @@ class EnginePool:
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
         """Opens a Serving for a number of trajectories that are made at the same time. Several
-        Servings may be open in one event loop. The requests of a Serving that was opened earlier
-        are assigned to replicas first.
+        Servings may be open in one event loop. Requests of an earlier Serving are assigned to
+        replicas before requests of a later Serving.
 
         Requests that are still in flight when the Serving closes are discarded, because the
         requests belong to cancelled trajectories. If a replica fails, `Serving.finished` raises the
@@ -152,7 +153,7 @@ class EnginePool:
             self._fleet.call("abort")
 
     async def _leave(self, serving: Serving) -> bool:
-        """Closes a Serving. Returns whether no other Serving is open."""
+        """Closes a Serving. Returns True if no other Serving is open."""
         serving.close()
         if serving.dispatch.in_use:
             return False
@@ -167,8 +168,8 @@ class EnginePool:
         received.
 
         Raises:
-            RuntimeError: the caller runs in the event loop of the open Serving, in which the wait
-                would never end.
+            RuntimeError: the caller runs in the event loop of the open Serving. The wait would then
+                never end.
         """
         # set before the check for calls in progress, so that every later call sees it
         self._held = True
@@ -224,9 +225,9 @@ class EnginePool:
                 self._fleet.health.resumed(number)
 
     def allow_restarts(self) -> None:
-        """Allows restarts until `hold_restarts` is called. Engines that are lost already may
-        restart now. Engines that are lost later may restart at once. Only engines on the trainer's
-        devices need permission to restart."""
+        """Allows restarts of lost engines until `hold_restarts` is called. Also applies to engines
+        that are lost after this call. Only engines on the trainer's devices need permission to
+        restart."""
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:
@@ -347,9 +348,9 @@ class EnginePool:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Returns the metric `sync/proven` if not every update is verified. If the engines are
-        servers, the result also contains the requests retried between the two newest weight updates
-        and the states of the replicas."""
+        """Returns the metrics of the pool. Contains `sync/proven` if only some updates are
+        verified. If the engines are servers, also contains the number of requests retried between
+        the two newest weight updates, and the states of the replicas."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 
@@ -364,7 +365,7 @@ class EnginePool:
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Returns whether the caller runs inside the loop."""
+    """Returns True if the caller runs in the given event loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

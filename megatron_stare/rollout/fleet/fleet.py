@@ -34,8 +34,8 @@ class Fleet:
     """The replicas of a run.
 
     The code that sends requests to a replica tells `health` which requests the replica answered and
-    which requests the replica lost. While a call that sends requests to a replica is in progress,
-    no other code calls the replica.
+    which requests the replica lost. While one call sends requests to a replica, no other code may
+    call that replica.
 
     Args:
         workers: the workers that hold the engines, one engine each. The constructor brings up all
@@ -86,8 +86,8 @@ class Fleet:
         replica. A replica that is lost during its call is left out of the results.
 
         Args:
-            beside: calls of other workers on which the calls of the replicas depend. An error of a
-                call in `beside` is raised at once.
+            beside: calls of other workers. The calls of the replicas depend on the calls in
+                `beside`. An error of a call in `beside` is raised at once.
 
         Raises:
             NoEngineError: no replica returned a result.
@@ -163,8 +163,8 @@ class Fleet:
             self._begin_due()
 
     def allow_restarts(self) -> None:
-        """Allows restarts until `hold_restarts` is called. Replicas that are lost already and
-        replicas that are lost later may then restart."""
+        """Allows restarts of lost replicas until `hold_restarts` is called. Also applies to
+        replicas that are lost after this call."""
         with self._lock:
             self._held = False
             self._begin_due()
@@ -174,8 +174,8 @@ class Fleet:
         `allow_restarts` is called. A replica that came up during the wait may be called afterwards.
         Does nothing if restarts need no permission by `allow_restarts` (RestartRule.held is False).
 
-        The start of a replica has its own time limit. The wait for a restarting replica therefore
-        counts as progress of the run's phase.
+        The wait counts as progress of the run's phase, because the start of a replica has its own
+        time limit.
         """
         if not self._holds:
             return

@@ -60,10 +60,11 @@ class RestartRule:
         that the run did not start have no limit.
     back_off_s: seconds to wait before the second restart. The wait before a restart doubles for
         each further restart within the window.
-    losses: number of consecutive lost requests after which the replica itself counts as lost, if
-        another replica serves.
+    losses: number of consecutive lost requests after which the replica itself counts as lost.
+        Applies only while another replica serves.
     held: True if restarts wait for permission (Fleet.allow_restarts). A server sizes its cache by
-        the free memory at its start, and the trainer may occupy the device.
+        the free memory at its start. The server must therefore not start while the trainer occupies
+        the device.
     """
 
     most: int | None = 3
@@ -191,8 +192,8 @@ class FleetHealth:
         lost, because the replica has lost too many consecutive requests.
 
         Args:
-            given: time at which the request was sent. If the request was sent before the replica
-                lost its previous request, both lost requests count as one.
+            given: time at which the request was sent. If the request was sent before the previous
+                loss at this replica, the two losses count as one.
         """
         standing = self._standings[replica]
         if standing.state is Health.HEALTHY:
@@ -246,7 +247,7 @@ class FleetHealth:
         return {number for number, standing in enumerate(self._standings) if standing.in_a_row}
 
     def trusted(self, replica: int, now: float) -> bool:
-        """Returns whether the replica serves and has lost no request since its last answer. A
+        """Returns True if the replica serves and has lost no request since its last answer. A
         trusted replica may still be full."""
         standing = self._standings[replica]
         return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row

@@ -59,9 +59,10 @@ class Retries:
         suspected: Collection[int] = (),
     ) -> int | None:
         """Returns the replica that should receive the request, or None if no suitable replica has
-        room. Prefers a suspected replica that has room, because a suspected replica might otherwise
-        never receive a request again. If no suspected replica has room, prefers the replica with
-        the most room.
+        room. Leaves out replicas that already lost this request, if another replica is suitable.
+        Prefers a suspected replica that has room, because a suspected replica might otherwise never
+        receive a request again. If no suspected replica has room, prefers the replica with the most
+        room.
 
         Args:
             rooms: number of requests that each replica can still take; None if the replica does not
@@ -111,7 +112,7 @@ class Retries:
         self._lost.pop(rid, None)
 
     def lost(self, lost: LostRequest, replica: int) -> None:
-        """Records that the replica lost the request, which must then be sent again.
+        """Records that the replica lost the request. The caller must send the request again.
 
         Raises:
             RequestLostError: no attempt is left.

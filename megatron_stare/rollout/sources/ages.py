@@ -96,7 +96,7 @@ def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
 def mask_from(trajectory: Trajectory, age: int, newest: int) -> int:
     """Removes from the loss mask all tokens whose weights are at least `age` versions older than
     `newest`. Returns the number of tokens that are too old. Tokens that are too old stay in the
-    trajectory, because later tokens depend on the earlier tokens."""
+    trajectory, because later tokens were sampled with the old tokens as context."""
     if not trajectory.versions:
         return 0
     versions, lengths = (

@@ -138,8 +138,9 @@ class AsynchronousSource(RolloutSource):
         self._wait(partial(self._published, version))
 
     def state(self) -> PromptState:
-        """Returns the stream's state before the first prompt that is in no batch yet. A run that
-        resumes from this state samples all responses in flight again."""
+        """Returns the prompt stream's state just before the first prompt that `next` has not
+        returned in a batch. A run that resumes from this state samples all responses in flight
+        again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
@@ -196,11 +197,11 @@ class AsynchronousSource(RolloutSource):
             self._watched = None
 
     async def _make_ahead(self, first: int) -> None:
-        """Begins to make the batches of all steps, in the order of the steps.
+        """Starts the batches of all steps, in step order.
 
-        Before each step, waits until the weights with which the step may start are published. After
-        a step begins, waits until the step has ended, or until the step takes no more prompts from
-        the stream and returns no more prompts.
+        Before each step, waits until the oldest weights that the step may use are published. After
+        a step begins, waits until the step no longer takes prompts from the stream or returns
+        prompts to the stream.
         """
         try:
             for step in range(first, self._last + 1):
@@ -219,8 +220,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch. Waits like Groups.collect. The next step may begin once this method
-        has ended, even if this method failed."""
+        """Makes a step's batch with Groups.collect. The next step may begin at the latest when this
+        method ends, also if this method fails."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted

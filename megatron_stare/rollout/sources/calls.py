@@ -3,9 +3,9 @@ and the answer after the call.
 
 If a response is cut, or if a resumed run makes the response again, the response's environment runs
 again. An environment that runs again receives the earlier answers of its tools from this journal.
-No tool call therefore takes effect twice, and no tool's answer changes. The calls of a response are
-in the file of the step in which the response began. Each line of the journal is on disk before the
-run proceeds.
+No tool call therefore takes effect twice, and no tool's answer changes. The journal has one file
+per step. The calls of a response are in the file of the step in which the response began. Each line
+of the journal is on disk before the run proceeds.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CallJournal:
     """Journal of the tool calls of unfinished responses.
 
     Args:
-        folder: folder of the journal's files, which outlive the process. If `folder` is None, the
-            journal is kept in memory only.
+        folder: folder of the journal's files. The files remain when the process ends. If `folder`
+            is None, the journal is kept in memory only.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -80,9 +80,8 @@ class Groups(ABC):
         Waits until all returned trajectories are verified; see Rollouts.made.
 
         Args:
-            settled: called once this method will neither take prompts from the stream nor return
-                prompts to the stream. If this method may take or return prompts until its end,
-                `settled` is never called.
+            settled: called when this method is done with the stream, and no longer takes or returns
+                prompts. A method that may use the stream until its end never calls `settled`.
         """
 
     def kept(self) -> Callable[[], bytes]:
@@ -142,9 +141,10 @@ class InformativeGroups(Groups):
     A group whose verified rewards are all equal has only advantages of 0 and is dropped. The
     comparison of rewards uses the verifier's rewards, not the shaped rewards. Prompts are sampled
     in rounds. The selection depends neither on timing nor on the length of responses. The selection
-    is final once the first groups in canonical order are complete and include enough informative
-    groups. Once the selection is final, the sampling of other groups is cancelled. Prompts that
-    come after the last used group return to the stream for the next step.
+    is final once an unbroken series of complete groups, beginning with the first group in canonical
+    order, includes enough informative groups. Once the selection is final, the sampling of other
+    groups is cancelled. Prompts that come after the last used group return to the stream for the
+    next step.
 
     If the rounds yield too few informative groups, dropped groups fill up the step, oldest first. A
     dropped group that fills up a step contributes no gradient. If the loss is divided by the number
@@ -153,8 +153,8 @@ class InformativeGroups(Groups):
     Args:
         groups: prompt groups per step.
         samples: trajectories per prompt.
-        per_round: prompt groups that are sampled together in one round. The product of `per_round`
-            and `most_rounds` must be at least `groups`.
+        per_round: number of prompt groups that are sampled together in one round. The product of
+            `per_round` and `most_rounds` must be at least `groups`.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class InformativeGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. After each round, prompts whose sampling was cancelled return to the stream.
+        """See Groups. After each round, the prompts after the last used group return to the stream.
         This method therefore never calls `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
@@ -210,7 +210,8 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Detects when the complete groups of a round determine which groups of the round are used.
+    """Detects when enough groups of a round are complete to decide which groups of the round are
+    used.
 
     Args:
         prompts: the round's prompts, in canonical order.
@@ -242,8 +243,8 @@ class _Settled:
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
-    """Returns True if the verified rewards of a group differ, so that the group's advantages are
-    not all 0."""
+    """Returns True if the verified rewards of a group differ. The group's advantages are then not
+    all 0."""
     return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 
 

@@ -114,8 +114,8 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
-    """Removes all groups whose prompt cursor is in `cursors` from the output of `to_bytes`. Raises
-    DataError if the data cannot be read."""
+    """Returns the output of `to_bytes` without the groups whose prompt cursor is in `cursors`.
+    Raises DataError if the data cannot be read."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])

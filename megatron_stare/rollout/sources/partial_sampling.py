@@ -95,8 +95,8 @@ class PartialGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. Runs rounds. Each round ends with its last token and its last verdict. After
-        an error, the kept responses are unusable, and the run ends."""
+        """See Groups. Runs rounds. Each round ends when its last token is sampled and its last
+        verdict has arrived. After an error, the kept responses are unusable, and the run ends."""
         dropped: list[Group] = []
         rounds, refills = 0, 1
         self._refill(params.step)

@@ -102,8 +102,8 @@ class _Judging:
         return await verdict
 
     async def without(self, prompt: Prompt) -> None:
-        """Records that a prompt has one response fewer to judge. Judges the group if all remaining
-        responses of the group now wait for their verdicts."""
+        """Lowers the number of a prompt's responses to judge by one. Judges the group if all
+        remaining responses of the group now wait for their verdicts."""
         self._wanted[prompt.cursor] -= 1
         await self._judge_whole(prompt)
 
@@ -160,8 +160,8 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, int]:
-        """Returns the state of the prompt stream just before the first prompt that is not in a
-        batch yet.
+        """Returns the state of the prompt stream just before the first prompt that no returned
+        batch contains.
 
         A source that resumes from this state uses each prompt once.
         """
@@ -244,8 +244,8 @@ class Rollouts:
         tokens: int | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
-        """Starts or continues responses. Each response grows until it is finished and judged, or
-        until it has grown by `tokens` tokens.
+        """Starts or continues responses. Each response grows until the response is finished, or
+        until it has grown by `tokens` tokens. Finished responses are judged.
 
         Waits for the last verdict, and for the last token of every response that is cut. Raises the
         first error.
@@ -289,8 +289,7 @@ class Rollouts:
 
         async def one(number: int, serving: Serving, judging: _Judging) -> None:
             """Makes one trajectory, from its prompt to its verdict. Ends early if the response is
-            cut. Also ends early if this task is cancelled because enough trajectories are
-            finished."""
+            cut, or if this task is cancelled because enough trajectories are finished."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt
@@ -348,9 +347,9 @@ class Rollouts:
     def _set_sampled_text(
         self, trajectory: Trajectory, response: UnderWay, params: SamplingParams
     ) -> None:
-        """Sets the text that the verifier reads. The verifier's text is decoded from the sampled
-        tokens, so that the verifier never reads text of the environment. For a single-turn
-        response, the verifier reads the text that the engine decoded."""
+        """Sets the text that the verifier reads. The text is decoded from the sampled tokens alone,
+        so the verifier never reads text that the environment wrote. For a single-turn response, the
+        text is the engine's decoded text."""
         answers = response.answers
         if len(answers) == 1 and torch.equal(answers[0].tokens, trajectory.tokens):
             said = answers[0].text

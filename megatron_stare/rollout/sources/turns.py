@@ -248,9 +248,10 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 
 @functools.lru_cache(maxsize=64)
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ascending ids of the tokens in which one of the stop strings may end. Each
-    returned token begins with the end of a stop string or contains a whole stop string. A token
-    that begins in the middle of a character counts if it contains the string's last character."""
+    """Returns the ids, in ascending order, of the tokens that may complete one of the stop strings.
+    Each returned token begins with the end of a stop string or contains a whole stop string. A
+    token with part of a character also counts if the token contains the last character of the stop
+    string."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:

@@ -29,8 +29,8 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 class ResponseCut(BaseException):
     """Ends an environment whose response has reached the current limit on its tokens. The response
-    is cut and continues later. Like a cancellation, ResponseCut does not derive from Exception. No
-    environment can therefore mistake ResponseCut for one of the environment's own errors."""
+    is cut and continues later. Like CancelledError, ResponseCut does not derive from Exception. An
+    environment that catches Exception therefore does not catch ResponseCut."""
 
 
 class ResponseGivenUp(BaseException):

@@ -82,7 +82,7 @@ class HfFolder:
     safetensors files."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises DataError if there are no readable safetensors."""
+        """Raises DataError if the folder has no readable safetensors files."""
         self.path = Path(path)
         self._files: dict[str, Any] = {}
         self._where = locate(self.path)
@@ -141,7 +141,7 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
 
 def add_stops(folder: Path, ids: Collection[int]) -> None:
     """Adds the tokens that end a response to generation_config.json. If generation_config.json
-    names no such tokens, the tokens of config.json are added too."""
+    names no tokens that end a response, the end tokens of config.json are added too."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text()) if path.exists() else {}
     config = json.loads((folder / "config.json").read_text())
@@ -244,7 +244,7 @@ def write_folder(
     and tokenizer of `companions_from`.
 
     config.json names the most common dtype of the weights. `transformers` loads all weights in this
-    dtype. Replaces an existing folder only after the new folder is complete.
+    dtype. An existing folder is replaced only after the new folder is complete.
 
     Raises:
         UserError: the folder cannot be written.

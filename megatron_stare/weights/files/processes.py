@@ -30,9 +30,10 @@ def run_parts(
     parts. Each part runs in its own process, but a single part runs in the caller's process.
 
     Args:
-        function: function that can be imported by name. The function must often call its `advance`
-            with the number of bytes just completed.
-        advance: called in the caller's process with the bytes that all parts have just completed.
+        function: function that can be imported by name. The function must call its argument
+            `advance` often, with the number of bytes completed since the last call.
+        advance: called in the caller's process with the number of bytes that all parts together
+            completed since the last call.
         where: name of the job, for the error if a process is killed.
 
     Raises:

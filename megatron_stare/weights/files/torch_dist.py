@@ -65,7 +65,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_files(path: str | Path) -> None:
-    """Raises DataError if a file of a checkpoint is missing, or shorter than its metadata says."""
+    """Raises DataError if a file of a checkpoint is missing, or shorter than the metadata says."""
     TorchDist(path)  # checks the files as it reads the metadata
 
 
@@ -157,8 +157,8 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Returns the pair of a block's file and the block's position in the file. Blocks that are
-        sorted by this pair are read from front to back."""
+        """Returns the pair of a block's file and the block's position in the file. If blocks are
+        read in the order of these pairs, each file is read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):

@@ -1,6 +1,6 @@
 """Provides memory for buckets that another process on the same machine can open. The memory is on a
-GPU, or on the host in files in shared memory. Host files replace GPU memory handles. Host files,
-like GPU memory handles, work only within one machine."""
+GPU, or on the host in files in shared memory. On the host, the files take the place of GPU memory
+handles. Files and handles both work only within one machine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class DeviceRooms:
         return torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Frees the memory, except for processes that still have it open. A later request allocates
-        new buffers."""
+        """Frees the memory. A process that has opened a buffer keeps that buffer. A later request
+        allocates new buffers."""
         self._rooms = []
         while self._files:
             self._files.pop().unlink(missing_ok=True)

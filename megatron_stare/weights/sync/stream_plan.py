@@ -236,7 +236,7 @@ def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[Pla
 
 def _buckets(units: Sequence[list[PlannedTensor]], bucket_bytes: int) -> tuple[PlannedBucket, ...]:
     """Fills buckets with units in order, one dtype after the other, so that tensors need no padding
-    between them. Never splits a unit."""
+    between them. A unit (see `_units`) is never split."""
     buckets: list[list[PlannedTensor]] = []
     for dtype in dict.fromkeys(unit[0].dtype for unit in units):
         filled = 0

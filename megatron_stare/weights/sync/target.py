@@ -20,7 +20,7 @@ class Sender(Protocol):
     caller may use a Sender at a time. A Sender stays usable after a failure."""
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
-        """Prepares an update before this sender's turn. Sends no weights.
+        """Prepares this sender for an update, before the sender's turn. Sends no weights.
 
         Args:
             prove: whether to collect checksums, which prove that the values arrived.
@@ -35,12 +35,12 @@ class Sender(Protocol):
         """
 
     def handle(self, bucket: Bucket) -> Any:
-        """Returns a handle of a bucket's memory that an engine's rank on the same device can open.
-        Needs no turn."""
+        """Returns a handle of a bucket's memory. A rank of an engine on the same device can open
+        the handle. May be called outside this sender's turn."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket, whose memory then belongs to the sender. First waits for the
-        previous bucket, and raises the error if sending the previous bucket failed.
+        """Starts to send a bucket. The bucket's memory then belongs to the sender. First waits for
+        the previous bucket, and raises the error if sending the previous bucket failed.
 
         Args:
             handles: one handle for each rank of the engine, if the engine opens memory on its
@@ -106,7 +106,7 @@ class SyncTarget(Protocol):
         """Makes a Sender to a single engine; see `sender`."""
 
     def joined(self, targets: Sequence[Any]) -> SyncTarget:
-        """Makes a target for the engines of all `targets`, which include this one."""
+        """Makes a target for the engines of all `targets`. This target is one of `targets`."""
 
     def sender(self, rank: int) -> Sender:
         """Makes the Sender with which one trainer rank sends its weights."""

@@ -1,9 +1,9 @@
 """Starts SGLang servers on this machine, waits until the servers answer, and ends the servers.
 Removes everything that a server leaves behind.
 
-Each server is its own process group. A server runs serve.py in SGLang's environment and requires a
-random key on every address. A server writes its output to a log. If a server dies, the error quotes
-the last part of the server's log.
+Each server is its own process group. A server runs serve.py in SGLang's environment. Each server
+has its own random key, and requires the key even on loopback. A server writes its output to a log.
+If a server dies, the error quotes the last part of the server's log.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ RANKS = "sglang"  # prefix of the names of the ranks' processes
 
 
 class ServerProcess:
-    """A server that this process started, or the server's part on this node. The server ends with
-    `close`, or when this process ends for any reason.
+    """Process group of a server that this process started. A multi-node server has one process
+    group on each node. The process group ends with `close`, or when this process ends for any
+    reason.
 
     Args:
         meeting: rendezvous host:port of a multi-node server's ranks.
@@ -91,8 +92,8 @@ class ServerProcess:
         """Polls /model_info until the server answers.
 
         Args:
-            run: function that runs a coroutine in the engine's event loop. The argument of `run` is
-                a function that makes the coroutine.
+            run: function that runs a coroutine in the engine's event loop. `run` takes a function
+                that makes the coroutine.
 
         Raises:
             SGLangError: the server ended, or did not answer within the time limit.
@@ -113,8 +114,8 @@ class ServerProcess:
             pause(PROBE_EVERY_S)
 
     def memory_mb(self) -> float:
-        """Returns the summed Pss of the server's processes in units of 10^6 bytes. A process that
-        ends during the call counts as 0."""
+        """Returns the sum of the proportional set sizes (Pss) of the server's processes, in units
+        of 10^6 bytes. A process that ends during the call counts as 0."""
         total = 0
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
@@ -131,7 +132,7 @@ class ServerProcess:
 
     def ended(self) -> str | None:
         """Describes how the server ended, and quotes the last part of the server's log. Returns
-        None if the server runs."""
+        None if the server has not ended."""
         code = self._process.poll()
         if code is None:
             return None
@@ -140,9 +141,8 @@ class ServerProcess:
         return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
-        """Looks for a rank whose process was killed without being noticed by SGLang's launcher.
-        Returns a report that quotes the last part of the log, or None if no killed rank is
-        found."""
+        """Looks for a killed rank process that SGLang's launcher did not notice. Returns a report
+        that quotes the last part of the log, or None if no killed rank is found."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):

@@ -62,7 +62,8 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
     """Raises ConfigError if a prompt and its response do not fit into a server's context.
 
     Args:
-        bounds: limits of the context in addition to the model's limit; None: no limit.
+        bounds: limits on the context length, in addition to the model's own limit. A bound of None
+            is ignored.
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     held = min(bound for bound in (shape.max_positions, *bounds) if bound is not None)
@@ -117,7 +118,8 @@ def check_attached(config: Config) -> None:
 
 
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
-    """Raises ConfigError if the servers could not start, or would store the model's weights in a
+    """Raises ConfigError if servers with these settings could not start, could not receive weights,
+    or would change samples. Also raises ConfigError if the servers would store the weights in a
     form that cannot be compared with the trainer's weights."""
     _check_cuts(config, shape, options)
     _check_host(config.sglang)
@@ -147,8 +149,8 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
 
 
 def _check_channels(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError if the servers in an NCCL group with the trainer would set their own
-    number of channels."""
+    """Raises ConfigError if servers and trainer would join one NCCL group with different numbers of
+    channels."""
     several = options.device == "cuda" and options.tensor > 1
     if several and options.seeds and config.sglang.sync == "distributed":
         raise ConfigError(
@@ -174,8 +176,8 @@ def _check_variables(options: ServerOptions) -> None:
 
 
 def _by_name(flags: Sequence[str]) -> dict[str, str]:
-    """Returns the values of arguments by name. An argument has the form --name=value, or --name
-    followed by the value."""
+    """Maps the names of command-line flags to their values. A flag has the form --name=value, or
+    --name followed by the value."""
     found: dict[str, str] = {}
     name = ""
     for flag in flags:
@@ -241,8 +243,8 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
 
 
 def _check_host(asked: SGLangConfig) -> None:
-    """Raises ConfigError if the listening address is not an IPv4 address, or is an address that
-    some of the servers' nodes do not have."""
+    """Raises ConfigError if the listening address is not an IPv4 address, or if the nodes of a
+    server cannot all listen on the address."""
     if asked.host is None:
         return
     own = (
@@ -267,7 +269,7 @@ def _check_host(asked: SGLangConfig) -> None:
 
 def _check_nodes(config: Config, options: ServerOptions) -> None:
     """Raises ConfigError for multi-node servers if the ranks do not divide evenly over the nodes,
-    or if ranks on other nodes could not receive weights."""
+    or if the sync method could not send weights to ranks on other nodes."""
     asked = config.sglang
     if options.tensor % options.nodes:
         raise ConfigError(

@@ -87,13 +87,13 @@ class CacheRoom:
     of average-length requests that the server's cache can hold. When a request at the server has
     ended, a waiting request is sent to the server.
 
-    Without this limit, a request without cache space would wait in the server's queue, while its
-    time limit (faults.requests.request_s) runs.
+    Without this limit, a request could wait for cache space in the server's queue. The request's
+    time limit (faults.requests.request_s) would run during this wait.
 
     Args:
         cache_tokens: capacity of the server's cache.
-        expected: expected number of tokens in prompt and response of a request. In the average, the
-            expected number counts as much as EXPECTED observed requests.
+        expected: expected number of tokens of a request, prompt and response together. The average
+            length counts this number as EXPECTED observed requests.
     """
 
     def __init__(self, cache_tokens: int, most: int, expected: float) -> None:
@@ -151,21 +151,22 @@ class SGLangEngine(ServedEngine):
         model_path: Hugging Face folder from which the server was started. The engine reads the
             folder's config.
         dtype: compute dtype of the server.
-        max_running: limit of concurrent requests, which the size of the server's cache may lower.
-            Requests beyond the limit wait in this process.
+        max_running: maximum number of concurrent requests. A small server cache lowers the maximum.
+            Requests beyond the maximum wait in this process.
         loop: event loop of the client. The engine closes the event loop.
         process: process of a server that ends with this engine; None: the run did not start the
             server.
-        flags: required flags of the server, and the settings that need them; see check_flags.
-        target: target to which the trainer's ranks send weights. The target does not contain the
-            server yet. None: weights come only through this engine.
+        flags: maps each required flag of the server to the setting that needs the flag; see
+            check_flags.
+        target: target to which the trainer's ranks send weights. The engine adds the server to the
+            target. None: weights come only through this engine.
         place: machine and GPUs of the server, as far as they are known.
         probe_s: time limit for an answer to a health check.
         request_tokens: expected length of prompt and response, used until lengths are observed.
 
     Raises:
-        SGLangError: the server runs an unsupported release, or does not return stop tokens as
-            required.
+        SGLangError: the server runs an unsupported release, or does not treat stop tokens as
+            training requires (see probe_stop).
         ConfigError: the server was started without one of the flags, or accepts requests from other
             machines without a key.
     """
@@ -233,8 +234,8 @@ class SGLangEngine(ServedEngine):
         self._at_first(lambda: probe_stop(client, self._stop_token_ids))
 
     def _at_first(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine during construction. If the coroutine fails and the run started the
-        server, checks the server's process."""
+        """Runs a coroutine during construction. If the coroutine fails because a server that the
+        run started has ended, the error says how the server ended."""
         try:
             return self._waited(make)
         except SGLangError:
@@ -271,8 +272,8 @@ class SGLangEngine(ServedEngine):
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine on the engine's loop. Uses another thread if the caller's thread already
-        runs an event loop, as it does under the inline runner."""
+        """Runs a coroutine on the engine's loop. If the caller's thread already runs an event loop
+        (for example, under the inline runner), uses another thread."""
         if not _in_event_loop():
             return run_on(self._loop, make)
         # this block waits for the thread to end, so that the loop never runs twice at once
@@ -280,7 +281,7 @@ class SGLangEngine(ServedEngine):
             return thread.submit(run_on, self._loop, make).result()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
-        """See Engine. Sampling noise is keyed on the request only if the server honours seeds
+        """See Engine. The sampling noise depends only on the request if the server honours seeds
         (docs/sglang.md)."""
         self._require_ready("generate")
         check_params(params)
@@ -333,7 +334,7 @@ class SGLangEngine(ServedEngine):
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
         """Waits for the first answer, at most `wait_s`. If a request raises an error, all requests
-        in flight are cancelled. If the server is lost, all requests are lost."""
+        in flight are cancelled. If the server is lost, reports all requests in flight as lost."""
         try:
             done = await self._watch.first_of(list(self._under_way), wait_s)
         except ServerGoneError as gone:
@@ -506,7 +507,8 @@ class SGLangEngine(ServedEngine):
             self._loop.close()
 
     async def _leave(self) -> None:
-        """Cancels requests in flight on the server, and closes the connections."""
+        """Cancels the requests in flight and closes the connections. If the server is not lost,
+        also aborts the requests on the server."""
         await self._watch.close()
         if self._watch.gone:
             await self._cancel()  # the server is gone, so there is nothing to abort
@@ -527,15 +529,15 @@ def _in_event_loop() -> bool:
 
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
     """Verifies that a server treats stop tokens in the way that training requires. Requests one
-    short response for each stop token, and forces the stop token by a bias on the token's logit.
-    The bias forces the stop token for any weights of the model.
+    short response for each stop token. A large bias on the stop token's logit makes the server
+    sample this token, whatever the model's weights.
 
-    A response must end with its stop token and that token's log-prob, because the token is sampled
-    and therefore trained on.
+    A response must include its stop token and the stop token's log-prob, because the policy sampled
+    the stop token and trains on all sampled tokens.
 
     Raises:
-        SGLangError: a token does not end the response, is not named as the reason for the stop, or
-            comes without its id or log-prob.
+        SGLangError: a stop token does not end the response, is not reported as the reason for the
+            stop, or is returned without its id or log-prob.
     """
     for token in stop_token_ids:
         request = GenerateRequest(f"probe-{token}", (token,), prompt_cursor=0, sample_index=0)

@@ -29,8 +29,9 @@ class ServerLayout:
     """Device of one server, and sharding of the model over the server's tensor-parallel ranks.
     Experts are sharded over the same ranks.
 
-    With SGLang's attention DP, groups of ranks attend to separate requests. With attention DP,
-    every group shards attention and the embedding over its ranks in the same way.
+    With SGLang's attention DP (data-parallel attention), each group of ranks computes attention for
+    its own requests. Every group then holds all attention weights and the whole embedding, sharded
+    over the ranks of the group.
     """
 
     device: str = "cpu"
@@ -83,7 +84,7 @@ class ServerLayout:
 
     @property
     def group(self) -> int:
-        """Number of ranks that attend to the same requests."""
+        """Number of ranks that together compute attention for the same requests."""
         return self.tensor // self.data
 
     def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
@@ -121,8 +122,8 @@ class ServerLayout:
         return [tensor]
 
     def cut_over(self, name: str, shape: ModelShape) -> int:
-        """Returns the number of ranks over which a tensor is sharded. A replicated tensor counts as
-        if it were sharded."""
+        """Returns the number of ranks over which a tensor is sharded. For a replicated tensor,
+        returns the number as if the tensor were sharded."""
         rule = _rule(name, shape)
         return self.group if rule is not None and self._by_group(rule) else self.tensor
 
@@ -136,7 +137,8 @@ class ServerLayout:
         return self.tensor // self.expert
 
     def _by_group(self, rule: Rule) -> bool:
-        """Returns True if a tensor is sharded over the ranks of a group, not over all ranks."""
+        """Returns True if a tensor is sharded over the ranks of one attention-DP group, not over
+        all ranks of the server."""
         if rule.megatron == _HEAD:
             return self.head_by_group
         return rule.layout == "vocab" or "self_attention" in rule.megatron
@@ -171,8 +173,8 @@ def _expert(name: str) -> int:
 
 def _split(rule: Rule, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
     """Splits a fused tensor into the parts that are sharded separately. Returns any other tensor as
-    a single part. Each part comes with its kind, because keys and values are sharded
-    differently."""
+    a single part. Returns the kind of each part too, because keys and values are sharded in another
+    way than the other parts."""
     kinds = ("q", "kv", "kv") if rule.layout == "qkv" else ("rows",) * len(rule.sources)
     if len(rule.hf) == len(kinds):
         return [(kinds[rule.hf.index(numbered(name)[1])], tensor)]

@@ -20,9 +20,9 @@ KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
 def share_of_ports(number: int, processes: int) -> Sequence[int]:
-    """Returns the ports from which one of a run's server processes draws its ports. The ports are a
-    share of PORTS, with at least two ports. A server binds its ports minutes after the draw, so two
-    servers that drew from the same share could draw the same port."""
+    """Returns the share of PORTS from which one of a run's server processes draws its ports. A
+    share has at least two ports. Server processes need separate shares, because a process binds its
+    ports minutes after the draw. With one share, two processes could draw the same port."""
     shares = min(processes, len(PORTS) // 2)
     return PORTS[number % shares :: shares]
 
@@ -131,9 +131,9 @@ class ServerOptions:
 
     def process_environment(self) -> dict[str, str]:
         """Returns the environment variables for the server's process. The server's process inherits
-        the variables of the process that starts the server, except NOT_KEPT. This project sets
-        further variables for servers. The variables in `environment`, which come from the run's
-        settings, take precedence."""
+        the variables of the process that starts the server, except NOT_KEPT. This project adds
+        variables for servers. The variables in `environment` come from the run's settings and
+        override all other variables."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
         kept |= {
             "HF_HUB_OFFLINE": "1",

@@ -30,7 +30,8 @@ class SpreadServer(ServerProcess):
         options: options of the first node's process.
 
     Raises:
-        UserError: a part cannot be started. Nothing is left running after this error.
+        UserError: the server's process on another node cannot be started. No process of the server
+            is left after this error.
     """
 
     def __init__(self, options: ServerOptions, site: Site) -> None:
@@ -48,15 +49,15 @@ class SpreadServer(ServerProcess):
         threading.Thread(target=self._watch, daemon=True).start()
 
     def ended(self) -> str | None:
-        """See ServerProcess. The result names every node whose process had already ended when the
-        first ended process was noticed."""
+        """See ServerProcess. The first check that finds an ended process looks at all nodes. The
+        result names every node whose process had ended at this check."""
         with contextlib.suppress(UserError):  # a worker does not answer: `_watch` decides
             self._look()
         return self._fallen or None
 
     def _watch(self) -> None:
-        """Kills the first node's process if a part on another node ends, so that no caller keeps
-        waiting for an answer."""
+        """Kills the first node's process if the server's process on another node ends, or if the
+        worker there no longer answers. Callers therefore do not wait forever for an answer."""
         silent = 0
         while not (self._closing.wait(WATCH_EVERY_S) or self._fallen):
             try:
@@ -119,8 +120,8 @@ class ServerPart(ReplicaPart):
         self._process = ServerProcess(self._options, meeting)
 
     def ended(self) -> str | None:
-        """See ReplicaPart. SGLang's launcher notices killed ranks only on the first node, so this
-        method looks for killed ranks too."""
+        """See ReplicaPart. Also looks for killed ranks, because SGLang's launcher notices killed
+        ranks only on the first node."""
         if self._process is None:
             return None
         return self._process.ended() or self._process.lost_rank()

@@ -62,13 +62,13 @@ class WeightSync(ABC):
 
     @abstractmethod
     async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
-        """Sends a bucket. Returns when every server has received the bucket, so that the caller may
+        """Sends a bucket. Returns when every server has received the bucket. The caller may then
         reuse the bucket's memory.
 
         Args:
             handles: handles of the bucket's memory, one for each rank of the server. The ranks open
-                the handles instead of receiving bytes. Handles require that there is only one
-                server.
+                the handles instead of receiving bytes. Handles may be given only if this object
+                updates a single server.
         """
 
     def left(self) -> str | None:
@@ -77,7 +77,7 @@ class WeightSync(ABC):
         return None
 
     async def load(self, folder: str | None) -> None:
-        """Makes the servers compute with the sent weights. Engines call this method; senders do
+        """Makes the servers use the sent weights from now on. Engines call this method; senders do
         not.
 
         Args:
@@ -98,8 +98,8 @@ class Sent:
     """Record of what senders sent.
 
     sizes: shapes by name.
-    hashed: hashes of the weights that each rank of a server must hold, by layout of the server.
-        Empty if values are not verified.
+    hashed: for each layout of a server, the hashes of the weights that each rank must hold. Empty
+        if values are not verified.
     folder: folder that contains the weights; None: the weights were not written to a folder.
     to: URL of the only server that received these weights; None: all servers received them.
     """
@@ -114,8 +114,8 @@ class Sent:
         """Merges the records of the weights that were sent to the server at this URL.
 
         Raises:
-            WeightUpdateError: another server received other values, so the trainer's copies of the
-                model differ.
+            WeightUpdateError: another server received other values. The trainer's data-parallel
+                copies of the model then differ.
         """
         mine = cls.by_all([one for one in senders if one.to in (None, url)])
         for other in senders:
@@ -167,8 +167,8 @@ class Sent:
 
 
 class Sending:
-    """One sender's side of one update. Sends some of the model's tensors, and at the same time
-    hashes the tensors on their device.
+    """Sends one sender's share of the model's tensors in one update. Hashes the tensors on their
+    device while the servers receive the tensors.
 
     Args:
         layouts: layouts of the servers, in the order of the sync's clients.
@@ -223,7 +223,7 @@ class Sending:
                 fingerprint.add(name, tensor)
 
     def sent(self) -> Sent:
-        """Returns the record of all buckets."""
+        """Returns the record of all buckets that were sent."""
         hashed = {
             layout: fingerprint.hashes() for layout, fingerprint in self._fingerprints.items()
         }

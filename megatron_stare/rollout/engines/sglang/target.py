@@ -78,16 +78,16 @@ class ServersTarget(SyncTarget):
     @property
     def one_sender_at_a_time(self) -> bool:
         """Returns False if the weights are sent through files or shared devices, else True. A
-        server handles one update at a time, and receives and loads weights in one thread. Two
-        senders at once would deadlock if two servers received their broadcasts in different
-        orders."""
+        server handles one update at a time, and receives and loads weights in one thread. If two
+        senders broadcast at the same time, two servers could take the broadcasts in different
+        orders and deadlock."""
         return self.method != "disk" and not self.shares_devices
 
     @property
     def shares_devices(self) -> bool:
-        """See SyncTarget. Returns False for CPU servers that the run attaches to or that span
-        several nodes. Such CPU servers receive the bytes of the weights instead of handles to
-        shared memory."""
+        """See SyncTarget. Returns False for a CPU server that the run attaches to, and for a CPU
+        server on several nodes. Such CPU servers receive the bytes of the weights instead of
+        handles to shared memory."""
         here = all(
             s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers
         )
@@ -99,10 +99,10 @@ class ServersTarget(SyncTarget):
 
     @property
     def owners_send(self) -> bool:
-        """Returns True if each rank sends the experts that the rank holds. Servers keep a layer's
-        experts in one parameter. On a GPU, several senders can each hash a part of the experts'
-        parameter. SHA-256, the hash for servers on the CPU, needs all bytes of the experts'
-        parameter in one process."""
+        """Returns True for servers on GPUs that do not share the trainer's devices. Each rank then
+        sends the experts that the rank holds. Servers keep a layer's experts in one parameter. On a
+        GPU, several senders can each hash a part of the experts' parameter. SHA-256, the hash for
+        servers on the CPU, needs all bytes of the experts' parameter in one process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )

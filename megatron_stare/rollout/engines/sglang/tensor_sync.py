@@ -23,9 +23,9 @@ from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 
 
 class TensorSync(WeightSync):
-    """Sends pickled tensors in the body of a request. Tensors on a GPU that the servers share are
-    sent as CUDA IPC handles. Other tensors are sent as bytes. Sending bytes is meant for tests of
-    correctness, because base64 and JSON move about 0.05 GB/s on a core.
+    """Sends pickled tensors in the body of a request. If trainer and servers share a GPU, the
+    tensors on this GPU are sent as CUDA IPC handles. Other tensors are sent as bytes. Sending bytes
+    is meant for tests of correctness, because base64 and JSON move about 0.05 GB/s on a core.
 
     Args:
         places: places of the servers, in the order of the clients; None: the places are unknown, so
@@ -81,8 +81,8 @@ class TensorSync(WeightSync):
 
 def packed(bucket: Bucket) -> str:
     """Pickles a bucket for the servers as a list of (name, tensor), and encodes the pickle in
-    base64. Tensors on a GPU or in shared memory (DeviceRooms) become handles, which are valid while
-    the tensors live. CPU tensors outside shared memory are pickled with their bytes."""
+    base64. Tensors on a GPU or in shared memory (DeviceRooms) become handles. A handle is valid
+    only while its tensor exists. CPU tensors outside shared memory are pickled with their bytes."""
     buffer = io.BytesIO()
     pickler: Any
     first = bucket[0][1]
@@ -101,9 +101,9 @@ def packed(bucket: Bucket) -> str:
 
 
 class _BytesPickler(pickle._Pickler):  # the C version does its own name lookup
-    """Pickles a storage's bytes with a reference to torch's own function that reads the bytes.
-    megatron-core 0.19 replaces torch's function with another function. Servers lack megatron-core's
-    function and refuse a pickle that refers to that function."""
+    """Pickles the bytes of a storage, with a reference to torch's own function for loading the
+    bytes. In this process, megatron-core 0.19 replaces torch's function with a function of its own.
+    Servers lack megatron-core's function and refuse a pickle that refers to that function."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 

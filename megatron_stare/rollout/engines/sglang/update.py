@@ -33,9 +33,9 @@ class WeightUpdate:
         dtype: compute dtype of the servers.
         mode: handling of the responses in flight. `abort` ends the responses. `retract` continues
             the responses and recomputes their cache with the new weights.
-        proven: size of each tensor of the servers by name, as found in a verified update. If
-            `proven` is given, the sizes of the sent tensors are compared with `proven`, and nothing
-            is hashed. If `proven` is None, every server verifies its weights.
+        proven: sizes of the servers' tensors by name, from an earlier verified update. If `proven`
+            is given, the sizes of the sent tensors are compared with `proven`, and nothing is
+            hashed. If `proven` is None, every server verifies its weights.
     """
 
     def __init__(
@@ -88,8 +88,9 @@ class WeightUpdate:
         """Ends an update whose weights this process sent; see `end_sent`.
 
         Returns:
-            Checksum of each tensor by name (weights/sync/stream.py), after every server was
-            verified to hold the tensors. Each checksum is "" if this update verifies no values.
+            Checksum of each tensor by name (weights/sync/stream.py). Every server was verified to
+            hold tensors with these checksums. Each checksum is "" if this update verifies no
+            values.
         """
         sent = self._sending.sent() if self._sending is not None else Sent()
         try:

@@ -63,8 +63,8 @@ class Watch:
         """Waits until one of the tasks is done or `limit_s` seconds have passed. Returns the
         finished tasks.
 
-        While this method waits, the watch checks the server periodically. The seconds between two
-        checks are the constructor's `limit_s`, not this method's `limit_s`. Raises ServerGoneError
+        While this method waits, the watch checks the server periodically. The interval between two
+        checks is the constructor's `limit_s`, not this method's `limit_s`. Raises ServerGoneError
         if the server is lost before a task is done.
         """
         if self._watching is None:
