@@ -60,7 +60,7 @@ class PolicyTrainer:
     def step(self, batch: RolloutBatch) -> dict[str, float]:
         """Trains on a judged rollout batch and returns the step's metrics.
 
-        The log-prob pass computes log-probs and entropies. From these, the ranks compute the
+        The log-prob pass computes log-probs and entropies. From both, the ranks compute the
         statistics, the gate and the token weights. Then the ranks run, for every mini-batch, a
         forward and backward pass of the weighted loss and an optimizer step.
 
