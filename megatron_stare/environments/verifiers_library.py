@@ -178,7 +178,7 @@ class Library:
 
 @functools.lru_cache(maxsize=8)  # the prompts and the environment use the same tasks
 def opened(taskset: str, settings: str) -> Library:
-    """Opens an environment with its tasks. Calls with equal arguments return the same object.
+    """Opens an environment with its tasks. Results are cached.
 
     Args:
         settings: settings of the library's environment, as JSON.
@@ -209,8 +209,8 @@ def _text_of(settings: Mapping[str, Any] | None) -> str:
 
 def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
     """Returns the library's environment. An agent without a configured runtime runs on this
-    machine. An agent without its own harness uses ChatHarness, which only converses and calls
-    tools."""
+    machine. An agent without its own harness uses the taskset's harness, if there is one. Otherwise
+    the agent uses ChatHarness, which only converses and calls tools."""
     try:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils import loaders
@@ -264,8 +264,8 @@ def _only_talks(harness: Any) -> bool:
 
 
 class Episode:
-    """A response under construction while the library plays the episode. Use it only in the event
-    loop of the rollouts.
+    """A response under construction while the library plays the episode. Use the Episode only in
+    the event loop of the rollouts.
 
     failed: error that ended the response, such as an error of an engine. The library does not get
         this error, because it would treat the error as its own.
