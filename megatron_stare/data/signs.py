@@ -1,5 +1,5 @@
-"""The task of long chains. The policy finds the three signs that lead from a number to a total.
-Problems are generated when needed and never stored.
+"""Defines a task with long chains of thought. The policy finds the three signs that lead from a
+number to a total. Problems are generated when needed and never stored.
 
 '33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is either a short guess, '+8
 +5 +2', or a search. A search makes one attempt after another. A search writes the running total
@@ -80,8 +80,8 @@ class Problem:
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Returns problem number `index` of a stream. Problems may repeat within a stream, identically
-    or reordered, but never across splits."""
+    """Returns problem number `index` of a stream. A stream may contain a problem several times,
+    also with its operands reordered. No problem of one split occurs in another split."""
     attempt = 0
     while True:
         draw = counter_hash(seed, split == "eval", index, attempt)

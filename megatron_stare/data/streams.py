@@ -1,9 +1,9 @@
 """Defines the two splits of prompts, the seeds of the splits, and a hash that replaces a random
 number generator.
 
-A hash of counters needs no state. Problem 10^6 costs as much as problem 0, and a resumed run
-restores no generator state. This module imports no libraries, so tools can use the tasks without
-torch.
+A hash of counters needs no state. Problem 10^6 therefore costs as much as problem 0, and a resumed
+run has no generator state to restore. This module imports no libraries, so tools can use the tasks
+without torch.
 """
 
 from __future__ import annotations

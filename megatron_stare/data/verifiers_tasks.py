@@ -18,7 +18,7 @@ EVALUATED = 1000  # tasks of an endless taskset that only evaluations use
 
 @dataclass(frozen=True)
 class Problem:
-    """A task of the taskset."""
+    """A task of the taskset in the form of a generated problem."""
 
     text: str
     answer: str
@@ -27,13 +27,13 @@ class Problem:
 
 
 class VerifiersTasks(GeneratedPrompts):
-    """A PromptSource of the taskset of `rollout.environment`.
+    """A PromptSource of the tasks in the taskset that `rollout.environment` names.
 
     Training uses each task once per epoch, in a new random order. Evaluations use the tasks in
-    order. Of an endless taskset, training uses each task once, and evaluations use the first
-    `EVALUATED` tasks, which training leaves out.
+    order. If the taskset is endless, the first `EVALUATED` tasks are reserved for evaluations.
+    Training uses each of the other tasks once.
 
-    A prompt's text is for display, because the environment renders the conversation.
+    The environment renders the conversation, so a prompt's text is for display only.
 
     Raises:
         ConfigError: the run's environment is not `verifiers`, or cannot be made.
@@ -56,7 +56,7 @@ class VerifiersTasks(GeneratedPrompts):
         return Problem(text, "", task.key, {COLUMN: {"at": at, "key": task.key}})
 
     def _at(self, index: int) -> int:
-        """Returns the number of the task at a place of the stream."""
+        """Returns the taskset's index of the task at position `index` of the stream."""
         tasks = self._library.tasks
         if tasks is None:
             return index + (EVALUATED if self._split == "train" else 0)

@@ -109,8 +109,8 @@ class AgreementWatch:
     def after_log_probs(self, step: int) -> dict[str, float]:
         """Returns agreement metrics of the rollout batch and of the last canary.
 
-        The limits do not apply to a batch with tokens that older weights sampled. In such a step,
-        only the canary is compared with the limits.
+        If older weights sampled some tokens of the batch, the limits do not apply to the batch. In
+        such a step, only the canary is compared with the limits.
 
         Raises:
             AgreementError: the log-probs differ by more than a limit, or the difference keeps
@@ -162,8 +162,8 @@ def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> 
 def canary_sequences(
     tokenizer: Any, vocab_size: int, sequences: int, longest: int
 ) -> list[list[int]]:
-    """Returns the token sequences of the canary. The sequences have different lengths of up to
-    `longest` tokens. Every run of a model has the same sequences.
+    """Returns the canary, which is a list of fixed token sequences. The sequences have different
+    lengths of up to `longest` tokens. Every run of a model has the same sequences.
 
     The package ships a text for the canary. The sequences contain only lines of this text that the
     tokenizer encodes and decodes without loss. Each sequence begins at a different line. If the

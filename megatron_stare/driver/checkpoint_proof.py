@@ -1,14 +1,14 @@
 """The self-test of a resume. A resume compares the loaded state with data in the checkpoint and so
 proves that the loaded state equals the saved state.
 
-A checkpoint stores a few responses of the last step and the log-probs of the responses under the
-saved weights. If the reference policy was refreshed, the checkpoint also stores the log-probs under
-the reference policy. The checkpoint also stores two sums for each tensor of the weights and of the
-optimizer state. After a load the ranks compute these numbers again. If layout, device kind,
-libraries and package version are unchanged, log-probs must be bit-identical. Otherwise the
-summation order may differ. In float32, another summation order changes a log-prob by less than
-LARGEST. In 16 bits the mean difference may reach the bound that applies to engine and trainer
-(rollout/agreement/limits.py). docs/diagnostics.md gives measurements.
+A checkpoint stores the canary, which is a few token sequences of the last step, and the log-probs
+of the canary under the saved weights. If the reference policy was refreshed, the checkpoint also
+stores the log-probs under the reference policy. The checkpoint also stores two sums for each tensor
+of the weights and of the optimizer state. After a load the ranks compute these numbers again. If
+layout, device kind, libraries and package version are unchanged, log-probs must be bit-identical.
+Otherwise the summation order may differ. In float32, another summation order changes a log-prob by
+less than LARGEST. In 16 bits the mean difference may reach the bound that applies to engine and
+trainer (rollout/agreement/limits.py). docs/diagnostics.md gives measurements.
 
 Shape legend: N is the number of response positions of the canary.
 """
@@ -42,9 +42,9 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    layout: text that describes the ranks' layout. If the layout at the time of the test equals the
-        stored layout, log-probs must be bit-identical to the stored log-probs.
-    sequences: token ids.
+    layout: text that describes the ranks' layout. If a resume has the same layout, its log-probs
+        must be bit-identical to the stored log-probs.
+    sequences: token ids of the canary.
     proof: log-probs, counts and sums that the ranks computed.
     """
 
@@ -98,8 +98,9 @@ class SelfTest:
 
 
 def canary_of(batch: RolloutBatch) -> list[list[int]]:
-    """Returns one token sequence for each of the first SEQUENCES prompts. A sequence consists of
-    the end of the prompt and the start of its first response, up to LONGEST tokens."""
+    """Returns the canary of a batch, with one token sequence for each of the first SEQUENCES
+    prompts. A sequence consists of the end of the prompt and the start of its first response, up to
+    LONGEST tokens."""
     lengths, prompts = batch.lengths.tolist(), batch.branches.contexts.tolist()
     sequences = [part.tolist() for part in batch.tokens.split(lengths)]
     groups = batch.branch_groups.tolist()
@@ -109,7 +110,7 @@ def canary_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 def layout_of(ranks: TrainerGroup, config: Config) -> str:
-    """Describes in words everything that affects the summation order, which is layout, threads and
+    """Describes in words everything that affects the summation order: layout, threads and
     devices."""
     sizes = ", ".join(f"{name} {value}" for name, value in config.parallel.model_dump().items())
     return f"{sizes}; {config.runtime.trainer_threads} threads; {ranks.place()}"

@@ -77,7 +77,7 @@ class Checkpoints:
     @property
     def newest(self) -> int | None:
         """Step of the newest checkpoint, or None if the run has no checkpoint. A checkpoint that is
-        being written counts."""
+        still being written is the newest checkpoint."""
         return (
             step_of(self._under_way.final)
             if self._under_way is not None
@@ -213,8 +213,8 @@ class Retention:
 
 
 def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
-    """Reads a metric from the files of a run and returns its values by step. Metrics `eval/...`
-    come from the evaluations, and other metrics come from the step metrics."""
+    """Reads a metric from the files of a run and returns the metric's values by step. Metrics
+    `eval/...` come from the evaluations, and other metrics come from the step metrics."""
     if metric is None:
         return {}
     if not metric.startswith("eval/"):

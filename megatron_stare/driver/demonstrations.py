@@ -102,7 +102,7 @@ class HeldOutLoss(Part):
 
     Args:
         prompts: the held-out demonstrations.
-        state: state of the run, where `state.step` is the number of the step that is being logged.
+        state: state of the run. `state.step` is the number of the step that is being logged.
         phase: opens a phase of the step, by name.
     """
 
@@ -118,7 +118,7 @@ class HeldOutLoss(Part):
         self._batch, self._ranks, self._state, self._phase = batch_of(prompts), ranks, state, phase
 
     def before_steps(self, note: Callable[[str], None]) -> None:
-        """Notes the loss before training, unless the run is resumed after a step."""
+        """Notes the loss before training. Does nothing if the run resumes after a trained step."""
         if self._state.step == 0:
             note(f"held-out loss before training: {self.loss():.4f} nats a token")
 

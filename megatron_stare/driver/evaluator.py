@@ -141,8 +141,8 @@ class Evaluator:
     def rollouts(
         self, verifier: Extension, environment: Environment, calls: CallJournal | None = None
     ) -> Rollouts:
-        """Returns an object that samples responses in `environment` and lets `verifier` judge the
-        responses.
+        """Returns a `Rollouts` object, which samples responses in `environment` and calls
+        `verifier` to judge the responses.
 
         Args:
             calls: journal of the environment's calls; None: a journal in memory only.
@@ -162,12 +162,13 @@ class Evaluator:
 
     @contextlib.asynccontextmanager
     async def _judged(self, verifier: Extension, answers: int) -> AsyncIterator[Verdicts]:
-        """Verifies each answer when the answer arrives. `answers` is the number of answers.
+        """Yields an object that verifies each answer as soon as the answer arrives. `answers` is
+        the number of answers that will arrive.
 
         Raises:
             RewardFailureError: more verifier calls timed out or crashed than the configuration
-                allows. The error is raised as soon as the limit is passed, because a verifier that
-                hangs would otherwise delay the step once per answer.
+                allows. The error is raised as soon as the limit is passed. Otherwise, a verifier
+                that hangs would delay the step by one timeout per answer.
         """
         limit = self._reward.max_failure_rate
         try:

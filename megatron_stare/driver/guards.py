@@ -151,7 +151,7 @@ class Guards:
     def judge(
         self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]
     ) -> dict[str, float]:
-        """Returns the guards' metrics of a step and sets `fired`.
+        """Returns the guards' metrics of a step and stores the guards that fired in `fired`.
 
         Args:
             metrics: the trainer's metrics of the step.
@@ -249,7 +249,7 @@ class GuardedResponse:
 
 @dataclass(frozen=True)
 class GuardedBatch:
-    """The batch of a bad step, that is, of a step that ended or rolled back the run or had a
+    """The batch of a bad step. A step is bad if it ended the run, rolled back the run, or had a
     non-finite update.
 
     ranks: one record for every rank that found non-finite values. The record names these values.

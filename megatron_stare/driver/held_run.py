@@ -99,8 +99,9 @@ class HeldRun:
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """Notes that a session was fully opened. Clears `from_step`, because the session has set
-        aside later checkpoints. The next session therefore resumes from the newest checkpoint."""
+        """Records that a session is fully open. The session has set aside the checkpoints after
+        `from_step`, so `opened` clears `from_step`. The next session then resumes from the newest
+        checkpoint."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 
@@ -129,12 +130,12 @@ class HeldRun:
                 inputs = self._open_again(error)
 
     def _open_again(self, error: Exception) -> Inputs:
-        """Waits for the backoff time after a failed session, and reads the inputs of the next
-        session.
+        """Prepares the next session after a session that failed. Reads the inputs of the next
+        session. After a loss, first waits for the backoff time.
 
         Raises:
-            Exception: the session's error, if the error is not a recoverable loss or if no attempt
-                is left.
+            Exception: the session's error, if the error is neither a rollback nor a recoverable
+                loss, or if no attempt is left after a loss.
             UserError: the inputs have changed since the run began and are no longer valid.
         """
         step = self.state.step
@@ -206,7 +207,7 @@ def _tell(line: str) -> None:
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
     """Returns the directory of the run to resume if the run is already finished, and None
-    otherwise. For a finished run, finishes the sinks again and trains no step.
+    otherwise. For a finished run, calls the sinks' `finish` again and trains no step.
 
     Raises:
         UserError: the run does not exist or cannot be resumed, or the run has already trained the

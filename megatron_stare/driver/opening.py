@@ -60,8 +60,8 @@ class Inputs:
     held_out: list[Prompt]  # demonstrations for the held-out loss
 
     def verifiers(self) -> dict[Extension, Task]:
-        """Returns every verifier with the first task that names the verifier. Returns {} for
-        supervised fine-tuning."""
+        """Maps each verifier to the first task that names the verifier. Returns {} for supervised
+        fine-tuning."""
         if self.config.supervised:
             return {}
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
@@ -98,7 +98,7 @@ class Inputs:
 
 
 def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
-    """Returns every verifier with the first task that names the verifier."""
+    """Maps each verifier to the first task that names the verifier."""
     found: dict[Extension, Task] = {}
     for task in tasks:
         found.setdefault(task.verifier, task)
@@ -162,8 +162,9 @@ def rehearse(
     """Makes all checks that a run makes before its workers start. Leaves no files and no processes.
 
     The rehearsal starts every verifier in its own process and tests the verifier, as in a run. The
-    rehearsal does not check whether external servers answer, nor whether memory suffices on GPUs of
-    unknown size. Only `remarks` queries a Ray cluster.
+    rehearsal does not check whether external servers answer. If the size of the GPUs is unknown,
+    the rehearsal does not check whether their memory suffices. The rehearsal does not query a Ray
+    cluster, but `remarks` does.
 
     If the model is not on this machine but the package knows the model's shape, the rehearsal skips
     the checks that need more than the shape. `remarks` lists the skipped checks.

@@ -1,5 +1,5 @@
-"""Defines the parts of a session that the driver calls after every step, which are guards, saves,
-held-out evaluations and memory by phase."""
+"""Defines the parts of a session that the driver calls after every step: guards, saves, held-out
+evaluations and memory by phase."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class PhaseMemory(Part):
     """Measures memory at the end of every phase, in units of 10^6 bytes.
 
     Logs `memory/<phase>_peak_mb`. On a GPU, also logs `memory/<phase>_device_mb`. Without CUDA,
-    also logs `memory/<phase>_live_mb`. Each metric is the largest value of all ranks. Logs
-    `memory/<phase>_engines_mb` if engines are given.
+    also logs `memory/<phase>_live_mb`. Each of these metrics is the largest value of all ranks. If
+    engines are given, also logs `memory/<phase>_engines_mb`.
 
     Args:
         phase: opens a phase of the step, by name.

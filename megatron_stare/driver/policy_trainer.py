@@ -60,8 +60,8 @@ class PolicyTrainer:
     def step(self, batch: RolloutBatch) -> dict[str, float]:
         """Trains on a judged rollout batch and returns the step's metrics.
 
-        The first pass computes log-probs and entropies. From log-probs and entropies, the ranks
-        compute the statistics, the gate and the token weights. Finally, every mini-batch gets a
+        The log-prob pass computes log-probs and entropies. From both, the ranks compute the
+        statistics, the gate and the token weights. Then the ranks run, for every mini-batch, a
         forward and backward pass of the weighted loss and an optimizer step.
 
         Raises:
@@ -122,8 +122,8 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk, unless batches of `faults.guards.dumps` other steps are already
-        on disk. Ignores errors such as a full disk.
+        """Writes the batch to disk. Writes nothing if the batches of `faults.guards.dumps` other
+        steps are already on disk. Ignores errors such as a full disk.
 
         Args:
             by_rank: if true, also write the non-finite values that every rank finds.

@@ -218,9 +218,9 @@ class Session:
     def _open_evaluators(
         self, stack: ClosingStack, runner: Runner
     ) -> tuple[EnginePool, Evaluator] | None:
-        """Creates `self.evaluator`, which evaluates on the training engines. Returns the engines
-        that are reserved for evaluation, and a second evaluator that uses these engines. Returns
-        None if no engines are reserved or the run has no evaluations."""
+        """Creates `self.evaluator`, which evaluates on the training engines. If engines are
+        reserved for evaluation, returns these engines and a second evaluator that uses them.
+        Returns None if no engines are reserved or the run has no evaluations."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
         if not self._inputs.evaluations or not (
@@ -455,7 +455,8 @@ def make_runner(
     that inline runs do not need Ray.
 
     Args:
-        tell: called with a line of text before each part of the start that takes seconds.
+        tell: callback that receives a line of text before each slow part of the start. A slow part
+            takes seconds.
     """
     if run.config.runtime.runner == "inline":
         from megatron_stare.cluster.inline import InlineRunner

@@ -1,10 +1,11 @@
 """Supervises a run (`train --supervise`). A parent process starts the driver of the run and
 restarts the driver after a loss.
 
-A driver may be killed. If Ray's control store is gone, Ray ends the driver from C++ without running
-`finally` blocks or atexit handlers. The supervisor therefore imports neither Ray nor torch. The
-driver sends the path of the run directory to the supervisor through a pipe. The supervisor reads
-the progress and the restart rule from files in the run directory.
+A driver may be killed. For example, if Ray's control store is gone, Ray ends the driver from C++
+without running `finally` blocks or atexit handlers. The supervisor must survive this and therefore
+imports neither Ray nor torch. The driver sends the path of the run directory to the supervisor
+through a pipe. The supervisor reads the progress and the restart rule from files in the run
+directory.
 
 An environment variable tells the driver about its supervisor. The driver removes this variable from
 its own environment. If the supervisor dies, the kernel sends SIGTERM to the driver, and the run
@@ -51,7 +52,8 @@ def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence
     """Runs a driver with `arguments` in a child process. Restarts a driver that was lost.
 
     Args:
-        arguments: arguments of the driver. Every option is one word.
+        arguments: arguments of the driver. Every option and its value form one word, such as
+            `--stop-after=60`.
         program: command line of a driver, without the arguments.
         limit_s: time limit of `--stop-after` in seconds, counted from this call.
 

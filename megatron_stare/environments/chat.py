@@ -79,7 +79,7 @@ class ChatFormat:
         tokenizer: a transformers tokenizer with a chat template.
         tools: schemas of the tools, in the form that the template expects. Without tools, the
             template need not support tools.
-        settings: further values for the template (`data.chat_template_kwargs`).
+        settings: further variables of the template (`data.chat_template_kwargs`).
 
     Raises:
         ConfigError: the tokenizer has no chat template, or the template does not support tools or
@@ -139,7 +139,8 @@ class ChatFormat:
         """Returns the token ids [n] between a turn and the policy's next turn, and the text of
         these tokens. The tokens are the messages and the opening of the next turn.
 
-        If a message contains the text of a template token, a space is inserted into this text.
+        If a message contains the text of a special token or of a tool-call tag, a space is inserted
+        into this text.
 
         Args:
             messages: answers of tools ({"role": "tool", "content": text}), then messages of other
@@ -155,8 +156,9 @@ class ChatFormat:
         """Checks whether the template leaves the thinking out of earlier turns.
 
         Returns:
-            None if the template keeps the thinking. Otherwise the token ids that start the thinking
-            at the end of a turn's opening. The template omits these token ids from an earlier turn.
+            None if the template keeps the thinking. Otherwise the token ids at the end of the next
+            turn's opening that the template omits once this turn is an earlier turn. These ids
+            start the thinking.
 
         Raises:
             ConfigError: the template changes an earlier turn in another way.
@@ -186,8 +188,9 @@ class ChatFormat:
         return ids[1]
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
-        """Returns the token ids of a context and of the turn after it, in the template's form for
-        earlier turns. Omits the thinking and the ids from `left_out`.
+        """Returns the token ids of a context and of the turn that follows the context. The turn has
+        the form that the template gives to earlier turns, without the thinking and without the ids
+        from `left_out`.
 
         Args:
             text: text of the turn.
@@ -198,8 +201,9 @@ class ChatFormat:
         return [*context[: len(context) - len(opened)], *ids, self.end]
 
     def _rendered(self, after: Sequence[Mapping[str, str]], content: str = "") -> str:
-        """Renders a conversation of a question, a turn of the policy and the messages `after`, up
-        to the opening of the next turn. The policy's turn has one call per answer of a tool."""
+        """Renders a conversation that consists of a question, a turn of the policy, the messages
+        `after` and the opening of the next turn. The policy's turn has one tool call for each tool
+        answer in `after`."""
         call = {"name": "call", "arguments": {"text": _MARK}}
         calls = [
             {"type": "function", "function": call} for message in after if message["role"] == "tool"

@@ -1,8 +1,8 @@
 """Lets an agent of the library `verifiers` converse and call tools within the driver's process. The
 library imports this module by the name that `register` gives it.
 
-The library's own harness for conversations starts a Python process for each turn after an answer of
-a user, which takes about a second of processor time.
+The library's own harness for conversations starts a new Python process whenever a user has
+answered. Each start takes about a second of processor time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def register() -> None:
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """Settings of ChatHarness, which are those of every harness."""
+    """Settings of ChatHarness. ChatHarness adds no settings to those of every harness."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
-    """Asks for turns and answers their calls, until a turn has no call."""
+    """Asks the policy for turns and makes the tool calls in each turn, until a turn has no call."""
 
     APPENDS_SYSTEM_PROMPT: ClassVar[bool] = True
     SUPPORTS_MCP: ClassVar[bool] = True
@@ -53,8 +53,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         mcp_urls: Mapping[str, str],
         data: Any,
     ) -> ProgramResult:
-        """See `verifiers.v1.harness.Harness`. A refused turn ends the conversation with exit code
-        1, and the library's record of the episode says whether this was an error."""
+        """See `verifiers.v1.harness.Harness`. If a request for a turn is refused, the conversation
+        ends with exit code 1. The library's record of the episode says whether the refusal was an
+        error."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -98,7 +99,8 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 async def _answered(
     function: Mapping[str, str], of: dict[str, tuple[str, str]], connected: dict[str, Any]
 ) -> Any:
-    """Returns the tool's answer. What is wrong with a call becomes an answer to the policy."""
+    """Returns the tool's answer. If the call names no known tool or its arguments are malformed,
+    the answer is a text that describes the error."""
     if function["name"] not in of:
         return f"error: there is no tool {function['name']!r}; there are {', '.join(of)}"
     try:

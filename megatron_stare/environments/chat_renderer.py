@@ -1,8 +1,9 @@
 """Renders conversations of the library `verifiers` with the tokenizer's own chat template. The
-library imports this module by its path.
+library imports `ChatRenderer` by its dotted path.
 
 The library's own renderers know a fixed list of models. This renderer works with every template
-that `ChatFormat` accepts, such as that of Qwen2.5. A later turn continues from the sampled tokens.
+that `ChatFormat` accepts, such as that of Qwen2.5. The context of a later turn contains the tokens
+that were sampled for earlier turns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_stare.environments.chat import (
 class ChatRendererConfig(BaseRendererConfig):
     """Settings of ChatRenderer.
 
-    settings: values for the template, as in `data.chat_template_kwargs`.
+    settings: variables of the template, as in `data.chat_template_kwargs`.
     """
 
     name: Literal["chat"] = "chat"
@@ -43,7 +44,8 @@ class ChatRenderer:
         tokenizer: a transformers tokenizer with a chat template.
 
     Raises:
-        ConfigError: as ChatFormat, when a conversation is rendered.
+        ConfigError: ChatFormat does not accept the template. Raised when a conversation is
+            rendered.
     """
 
     config_class = ChatRendererConfig
@@ -110,7 +112,8 @@ class ChatRenderer:
         )
 
     def get_stop_token_ids(self) -> list[int]:
-        """Returns the id of the token that ends a turn. The run's own stop tokens apply."""
+        """Returns the id of the token that ends a turn. Sampling does not use this id, because the
+        run's own stop tokens apply."""
         return [self._format(None).end]
 
     def bridge_to_next_turn(
@@ -122,7 +125,7 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> RenderedTokens | None:
         """Returns the tokens so far, followed by the new messages and the opening of the next turn.
-        Returns None if the last turn was cut: no template continues such a turn."""
+        Returns None if the last turn was cut off, because no template continues such a turn."""
         chat = self._format(tools)
         if not previous_completion_ids or previous_completion_ids[-1] != chat.end:
             return None
@@ -140,7 +143,8 @@ class ChatRenderer:
 def _owned(
     before: Sequence[int], after: Sequence[int], messages: Sequence[Mapping[str, Any]]
 ) -> RenderedTokens:
-    """Returns the tokens `before` and `after`. The last message owns the tokens `after`."""
+    """Returns the tokens `before` followed by the tokens `after`. The tokens `after` are attributed
+    to the last message, and the tokens `before` to no message."""
     last = len(messages) - 1
     return RenderedTokens(
         token_ids=[*before, *after],
@@ -158,7 +162,8 @@ def _schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message whose content is text and whose calls have arguments as objects."""
+    """Converts a message to the form for the template. Its content is one text, and the arguments
+    of its tool calls are objects."""
     plain = {**message, "content": _text(message.get("content"))}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_called(call.get("function", call)) for call in calls]

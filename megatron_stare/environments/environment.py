@@ -48,9 +48,9 @@ class Turn:
 
 
 class CallFailedError(UserError):
-    """Error of a tool. The journal records the error as the answer to the call. An environment may
-    catch the CallFailedError and continue. When the journal replays the call, the journal raises
-    the same error, so that the environment continues in the same way."""
+    """Raised if a tool raised an error. The journal records the error as the answer to the call. An
+    environment may catch the CallFailedError and continue. When the journal replays the call, the
+    journal raises the same error, so that the environment continues in the same way."""
 
 
 # called with the request and the call's id; returns a value that JSON can hold
@@ -91,10 +91,10 @@ class Generate(Protocol):
         unless the tool is idempotent.
 
         The journal records the intent before the call and the answer after the call. An environment
-        runs again if its response was cut or the run was resumed. The journal then returns the
-        recorded answer without calling the tool. If a call was begun but never answered, the tool
-        may or may not have acted. If the tool is idempotent, an unanswered call is repeated under
-        the same id. If the tool is not idempotent, the rollouts discard a response with an
+        runs again if its response was interrupted or the run was resumed. The journal then returns
+        the recorded answer without calling the tool. If a call was begun but never answered, the
+        tool may or may not have acted. If the tool is idempotent, an unanswered call is repeated
+        under the same id. If the tool is not idempotent, the rollouts discard a response with an
         unanswered call.
 
         Args:
@@ -124,8 +124,8 @@ class Environment(ABC):
 
     A subclass adds its own settings as keyword-only parameters.
 
-    judges: the environment sets `reward` and `reward_status` of its trajectories, instead of a
-        verifier. The run must then name the verifier `environment`.
+    judges: true if the environment itself sets `reward` and `reward_status` of its trajectories.
+        The setting `reward.verifier` must then be `environment`.
     """
 
     judges: ClassVar[bool] = False
@@ -159,7 +159,7 @@ class Environment(ABC):
         including the tokens of the environment."""
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Ends what the environment started, such as servers. Idempotent."""
+        """Stops everything that the environment started, such as servers. May be called twice."""
 
 
 class Response:
@@ -267,8 +267,9 @@ def make_environment(environment: Extension | str, config: Config, tokenizer: An
     """Builds the environment with the given name or dotted path.
 
     Raises:
-        ConfigError: the environment does not exist, its class is not an Environment, a setting is
-            invalid, or both or neither of the environment and `reward.verifier` give rewards.
+        ConfigError: the environment does not exist, its class is not an Environment, or a setting
+            is invalid. Also raised if the environment and `reward.verifier` both give rewards, or
+            if neither gives rewards.
     """
     kind, settings = find_environment(environment)
     judged = config.reward.verifier.name == "environment"
@@ -285,8 +286,8 @@ def make_environment(environment: Extension | str, config: Config, tokenizer: An
 
 
 def find_environment(environment: Extension | str) -> tuple[type[Environment], dict[str, Any]]:
-    """Returns the class of an environment and the environment's settings. Raises ConfigError like
-    `make_environment`."""
+    """Returns the class of an environment and the environment's settings. Raises ConfigError if the
+    environment does not exist, its class is not an Environment, or a setting is invalid."""
     environment = Extension.read(environment)
     kind = resolve(environment.name, ENVIRONMENTS, WHERE)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):

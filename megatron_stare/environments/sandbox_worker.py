@@ -2,11 +2,11 @@
 `python -I sandbox_worker.py MEMORY_MB CHARACTERS`. This module uses only the standard library.
 
 The process reads one request {"code": text, "seconds": s} per line from stdin. For each request it
-writes one line {"output": text, "failed": bool} to stdout. If a program could not be isolated, the
-program is not run, and the line is {"broken": why}. Each program runs in a process forked from this
-one, where the usual libraries are already imported. The forked process has its own user, process,
-mount, IPC and host namespaces, an empty scratch folder, and resource limits. A filter of system
-calls prevents the forked process from starting a process or a thread.
+writes one line {"output": text, "failed": bool} to stdout. If a program cannot be isolated, the
+program does not run, and the line is {"broken": why}. This process has already imported the usual
+libraries. Each program runs in a fork of this process. The forked process has its own user,
+process, mount, IPC and host namespaces, an empty scratch folder, and resource limits. A filter of
+system calls prevents the forked process from starting a process or a thread.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str,
 
 def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
     """Starts the program's process in new namespaces, and stops the process after `seconds`.
-    Returns the exit code of the program, or TIMED_OUT or NOT_SET_UP, which a program cannot
-    return."""
+    Returns the exit code of the program, or TIMED_OUT, or NOT_SET_UP. A program itself cannot cause
+    the last two values."""
     is_ready, ready = os.pipe()
     try:
         _die_with_parent()

@@ -1,4 +1,4 @@
-"""Sandboxes, which run Python code that a policy wrote.
+"""Defines the sandboxes that run Python code from a policy.
 
 `bubblewrap` runs the code on this machine, without access to the network, the machine's files or
 other processes, and with limits of memory and time. `remote` sends the code to a server with
@@ -251,8 +251,8 @@ class Remote(Sandbox):
 
 
 class Interpreter(Sandbox):
-    """Runs code in processes of the interpreter `pydantic-monty`, which need no namespaces. The
-    interpreter lacks numpy, sympy and most of the standard library.
+    """Runs code in the interpreter `pydantic-monty`. The interpreter's processes need no
+    namespaces. The interpreter lacks numpy, sympy and most of the standard library.
 
     Args:
         workers: number of programs that run at the same time.
@@ -331,8 +331,8 @@ def make_sandbox(
         characters: number of characters of output that are kept.
 
     Raises:
-        ConfigError: this machine cannot isolate code, or `url` is set although `name` is not
-            `remote`, or is missing for `remote`.
+        ConfigError: this machine cannot isolate code, `url` is missing although `name` is `remote`,
+            or `url` is set although `name` is not `remote`.
     """
     if (name == "remote") != (url is not None):
         raise ConfigError(

@@ -144,7 +144,7 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ToolKind:
-    """Definition of a tool, with the schema that describes the tool to the policy.
+    """Definition of a tool. Contains the schema that describes the tool to the policy.
 
     once: if true, a call with unknown outcome is never repeated, and its response is discarded.
     """
@@ -168,11 +168,11 @@ class Tools(Environment):
         turn_tokens: largest number of tokens of a turn; null: the tokens that remain for the
             response.
         earlier_thinking: treatment of a chat template that leaves the thinking out of earlier
-            turns. keep: keep the sampled thinking in the context. branch: begin a branch, so that
-            the next turn is sampled and trained with the template's history as context. refuse:
-            raise an error.
-        call_seconds: time limit of a call. After the limit the policy gets an error as answer, but
-            a function that runs in a thread continues to run.
+            turns. keep: keep the sampled thinking in the context. branch: begin a branch, whose
+            context is the template's history. The next turn is sampled and trained with this
+            context. refuse: raise an error.
+        call_seconds: time limit of a call. After the limit the policy gets an error as answer. A
+            function that runs in a thread nevertheless continues to run.
         seconds: time limit of all calls of a response together. Each further call gets an error as
             answer.
         answer_characters: largest number of characters of an answer. A longer answer is cut.

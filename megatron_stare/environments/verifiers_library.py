@@ -1,12 +1,13 @@
 """Runs environments of the library `verifiers` unchanged, and trains on their episodes.
 
 The library plays an episode with its own client, which asks an inference server for tokens. Here
-this server is part of the driver, and `generate` answers its requests. Each request contains the
-token ids of its whole context. The library therefore never defines what is trained: the response
-consists of the contexts that were asked and of the tokens that were sampled after each of them.
+the driver runs this inference server and answers each request with tokens from `generate`. Each
+request contains all token ids of the context to continue. A response consists of these contexts and
+of the tokens that were sampled after each context. The token ids that are trained are therefore
+exactly the token ids that the policy read and sampled.
 
 The rollouts use a new event loop for each step, but the library's servers must live longer. The
-library therefore has a thread and an event loop of its own.
+library therefore runs in a separate thread with its own event loop.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ _log = logging.getLogger(__name__)
 
 class Verifiers(Environment):
     """Plays an environment of `verifiers`, version 0.4. The environment gives the reward, so
-    `reward.verifier` must be `environment`; the prompts come from `data.source: verifiers`.
+    `reward.verifier` must be `environment`. The prompts come from `data.source: verifiers`.
 
     Args:
         taskset: name of the importable package that contains the taskset.
-        settings: settings of the library's environment, as its command line has them after `--env.`
+        settings: settings of the library's environment, with the names that the library's command
+            line uses after `--env.`
         agent: the agent whose tokens are trained and whose reward counts. The policy plays the
             other agents too, without training on their tokens. null: the only agent.
         renderer: settings of one of the library's renderers. null: the tokenizer's chat template.
@@ -148,10 +150,10 @@ class Verifiers(Environment):
 
 
 class Library:
-    """An environment of the library and its tasks.
+    """An environment of the library `verifiers`, and the environment's tasks.
 
     agents: names of the agents.
-    tasks: number of tasks; None: endless.
+    tasks: number of tasks; None: the taskset is endless.
     """
 
     def __init__(self, taskset: str, settings: Mapping[str, Any]) -> None:
@@ -168,7 +170,7 @@ class Library:
                 raise ConfigError(f"the taskset {taskset!r} has no tasks", where=WHERE)
 
     def task(self, at: int) -> Any:
-        """Returns task number `at`, a `verifiers.v1.Task`."""
+        """Returns the task with index `at` in the taskset, a `verifiers.v1.Task`."""
         while len(self._tasks) <= at:
             self._tasks.append(next(self._iterator))
         return self._tasks[at]
@@ -176,20 +178,20 @@ class Library:
 
 @functools.lru_cache(maxsize=8)  # the prompts and the environment use the same tasks
 def opened(taskset: str, settings: str) -> Library:
-    """Returns an environment and its tasks.
+    """Opens an environment with its tasks. Results are cached.
 
     Args:
         settings: settings of the library's environment, as JSON.
 
     Raises:
-        ConfigError: as Verifiers.
+        ConfigError: the environment cannot be made; see Verifiers.
     """
     return Library(taskset, json.loads(settings))
 
 
 def opened_by(config: Config) -> Library:
-    """Returns the environment that a configuration names. Raises ConfigError if the configuration's
-    environment is not of the library."""
+    """Returns the environment that a configuration names. Raises ConfigError if this environment is
+    not an environment of the library."""
     kind, settings = find_environment(config.rollout.environment)
     if not issubclass(kind, Verifiers):
         raise ConfigError(
@@ -206,8 +208,9 @@ def _text_of(settings: Mapping[str, Any] | None) -> str:
 
 
 def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
-    """Returns the library's environment. Agents without a runtime run on this machine, and agents
-    without a harness of their own only talk and call tools."""
+    """Returns the library's environment. An agent without a configured runtime runs on this
+    machine. An agent without its own harness uses the taskset's harness, if there is one. Otherwise
+    the agent uses ChatHarness, which only converses and calls tools."""
     try:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils import loaders
@@ -261,10 +264,11 @@ def _only_talks(harness: Any) -> bool:
 
 
 class Episode:
-    """One response while the library plays its episode. Belongs to the rollouts' event loop.
+    """A response under construction while the library plays the episode. Use the Episode only in
+    the event loop of the rollouts.
 
-    failed: an error that ended the response, such as that of an engine. The library must not see
-        this error as one of its own.
+    failed: error that ended the response, such as an error of an engine. The library does not get
+        this error, because it would treat the error as its own.
     """
 
     def __init__(
@@ -285,12 +289,12 @@ class Episode:
         self._asking: set[asyncio.Task[Any]] = set()
 
     async def turn(self, context: Sequence[int], most: int | None, trained: bool) -> Turn | None:
-        """Samples a turn after `context`. Returns None if there is no room for it, or if the
-        response has ended.
+        """Samples a turn after `context`. Returns None if the response has no room for another turn
+        or has failed.
 
         Args:
-            most: token limit of the turn; None: what remains of the response.
-            trained: the turn's tokens carry loss.
+            most: token limit of the turn; None: the tokens that remain for the response.
+            trained: whether the turn's tokens carry loss.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -332,7 +336,7 @@ class Episode:
         return turn
 
     async def close(self) -> None:
-        """Cancels the turns that are being sampled."""
+        """Cancels all turns that are still being sampled."""
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
@@ -373,14 +377,15 @@ class Episode:
 
 
 class _Session(NamedTuple):
-    """A trace of the library, which asks for turns."""
+    """Session of one trace of the library, in which the trace's agent asks for turns."""
 
     episode: Episode
     trained: bool
 
 
 class Playing:
-    """An episode that is played in the library's event loop. Belongs to the rollouts' loop."""
+    """Handle of an episode that runs in the library's event loop. Use the handle only in the event
+    loop of the rollouts."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]):
         self._loop = loop
@@ -404,14 +409,16 @@ class Playing:
             await self.wait()
 
     def played(self) -> Any:
-        """Returns the `verifiers.v1.Episode`, once it has ended."""
+        """Returns the finished `verifiers.v1.Episode`. Call `played` only after the end of the
+        episode."""
         assert self._task is not None
         return self._task.result()
 
 
 class Serving:
     """The library's servers for one environment, and the inference server that the library asks for
-    tokens. Both end with `close`, with this object, or with the process.
+    tokens. The servers stop when `close` is called, when this object is garbage-collected, or when
+    the process ends.
 
     Args:
         environment: a `verifiers.v1.Env`.
@@ -440,7 +447,7 @@ class Serving:
         self._context = ready.result()
 
     def begin(self, task: Any, episode: Episode, agent: str) -> Playing:
-        """Begins to play an episode."""
+        """Begins an episode and returns its handle."""
         return Playing(self._loop, self._play(task, episode, agent))
 
     async def _play(self, task: Any, episode: Episode, agent: str) -> Any:
@@ -459,8 +466,8 @@ class Serving:
 
 @functools.cache
 def library_loop() -> asyncio.AbstractEventLoop:
-    """Starts the thread of the library's event loop, and returns this loop. There is one for all
-    environments, because some locks of the library work in one event loop only."""
+    """Returns the library's event loop. The first call starts the thread of the loop. All
+    environments share this loop, because some locks of the library work in one event loop only."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop
@@ -483,7 +490,8 @@ async def _served(
     ready: concurrent.futures.Future[Any],
     stop: asyncio.Event,
 ) -> None:
-    """Serves until `stop` is set. Gives `ready` the `ModelContext` of all episodes."""
+    """Runs the servers until `stop` is set. Once the servers run, sets the result of `ready` to the
+    `ModelContext` that all episodes use."""
     from aiohttp import web
     from verifiers.v1 import ModelContext, TrainClientConfig
 
@@ -530,7 +538,7 @@ async def _served(
 
 
 def _answer(turn: Turn, number: int) -> dict[str, Any]:
-    """Returns a turn in the form of vLLM's /inference/v1/generate."""
+    """Returns a turn in the format of a response from vLLM's /inference/v1/generate."""
     ids, log_probs = turn.tokens.tolist(), turn.log_probs.tolist()
     content = [
         {"token": f"token_id:{token}", "logprob": log_prob}

@@ -1,10 +1,10 @@
 """Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes the
 interval of a mean over problems. All functions are pure.
 
-Each estimate averages over all subsets of k of the n responses. Each estimate is therefore unbiased
-for k new responses, and does not depend on the order of the responses. The variance of a mean is
-computed over problems instead of prompts, because several prompts may share one problem.
-docs/evaluation.md defines the estimates in words.
+Each estimate is an average over all subsets of k responses out of the n responses. Each estimate is
+therefore unbiased for k new responses, and does not depend on the order of the responses. The
+variance of a mean is computed over problems instead of prompts, because several prompts may share
+one problem. docs/evaluation.md defines the estimates in words.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
     """Sums over all ways to draw k - a responses from `others` and `silent`, with at most `a`
-    responses from each class of `others`. Each summand is the weight of one way, divided by 1 + the
-    number of tied classes. A class is tied if exactly `a` of its responses are drawn.
+    responses from each class of `others`. Each summand is the weight of one way, divided by (1 +
+    the number of tied classes). A class is tied if exactly `a` of its responses are drawn.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
             the class.
-        silent: the same weights for the responses without an answer.
+        silent: weights of the same form for the responses without an answer.
     """
     rest, tied = k - a, sum(len(each) > a for each in others)
     # indexed by classes that tie, and by responses drawn
@@ -141,13 +141,13 @@ def wilson_interval(
     contains the true mean.
 
     Args:
-        problems: the problem of each prompt; None: all are different.
+        problems: the problem of each prompt; None: no two prompts share a problem.
 
     Returns:
         mean, low, high.
 
     Raises:
-        ValueError: there are no results, or one is outside [0, 1].
+        ValueError: there are no results, or a result is outside [0, 1].
     """
     if not results or not all(0 <= result <= 1 for result in results):
         raise ValueError("an interval needs results, between 0 and 1")
@@ -181,7 +181,7 @@ def mean_of_problems(
 
     Args:
         values: one value per prompt, at least one value.
-        problems: the problem of each prompt; None: all are different.
+        problems: the problem of each prompt; None: no two prompts share a problem.
 
     Returns:
         mean, variance (infinite for a single problem), G.

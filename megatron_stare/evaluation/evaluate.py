@@ -30,7 +30,7 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of an evaluation of one task, with the record for eval.jsonl and a row for every
+    """Result of an evaluation of one task. Contains the record for eval.jsonl and one row for every
     prompt."""
 
     record: dict[str, Any]
@@ -109,7 +109,7 @@ def _by_prompt(responses: Sequence[Response], samples: int) -> list[Sequence[Res
 
 
 def _numbers(prompts: list[Prompt]) -> list[int]:
-    """Returns the number of each prompt's problem. Problems are numbered from 0 in order of first
+    """Returns the index of each prompt's problem. Problems are indexed from 0 in order of first
     appearance."""
     names = [prompt.problem or (prompt.text, prompt.answer) for prompt in prompts]
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}

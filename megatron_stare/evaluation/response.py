@@ -32,7 +32,7 @@ class Response:
     """A response and its verdict.
 
     prompt: cursor of the prompt. Cursors number the prompts of a task from 0.
-    sample: number of the response among the responses to the prompt.
+    sample: index of the response among the responses to the prompt.
     text: text that the policy wrote, without text of an environment.
     tokens: length of the response, including the stop token and the environment's tokens.
     answer: the answer in the verifier's normal form. "": the response has no answer. None: the
@@ -82,8 +82,8 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
     """Returns, for every problem, the answer class of each response.
 
     Args:
-        judged: called once, with all pairs of answers that only the verifier can compare. Two
-            integers in normal form are compared as texts, without the verifier.
+        judged: called once, with all pairs of answers that only the verifier can compare. If both
+            answers are integers in normal form, their texts are compared without the verifier.
     """
     firsts = [_firsts(responses) for responses in problems]
     pairs = [

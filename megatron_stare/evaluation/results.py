@@ -1,8 +1,8 @@
 """Summarises the responses to problems. Computes the figures of a task, a row for every prompt, and
 a table of several tasks.
 
-`results_of` computes the entries of an evaluation's record that training and the command `eval`
-share.
+`results_of` computes those entries of an evaluation's record that are the same for training and for
+the command `eval`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def results_of(
 
     Args:
         answered: the responses to every prompt, equally many for each prompt.
-        problems: number of each prompt's problem. Several prompts of one problem are not
+        problems: index of each prompt's problem. Several prompts of one problem are not
             independent.
         ks: values of k for pass@k and maj@k, at most the number of responses per prompt.
     """
@@ -111,8 +111,8 @@ def results_of(
 
 
 def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
-    """Returns the figures of one prompt. `majority` is the most frequent answer, and the first such
-    answer if several are equally frequent."""
+    """Returns the figures of one prompt. `majority` is the most frequent answer. If several answers
+    are equally frequent, `majority` is the first of them."""
     samples, votes = len(answered.responses), answered.votes
     row: dict[str, Any] = {
         "samples": samples,

@@ -1,6 +1,7 @@
-"""The black box is a process beside a run. A hang of the run cannot stop this process. The process
-records where the run hangs.
+"""The black box is a process beside a run that records where the run hangs. A hang of the run
+cannot stop the black box.
 
-Only `driver_side.py` imports torch; the driver and its workers use this module. No module of this
-package imports Ray. The watcher and its agents on other nodes are small and start fast.
+Only the driver and its workers import `driver_side.py`, which imports torch. No other module of
+this package imports torch, and no module of this package imports Ray. The watcher and its agents on
+other nodes are therefore small and start fast.
 """

@@ -53,9 +53,9 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 
 @dataclass
 class _Phase:
-    """An open phase. Times without a comment are seconds of `clock`. When an inner phase ends, its
-    duration is added to `entered` and `moved` of the outer phase. The time of inner phases
-    therefore does not count for the outer phase."""
+    """An open phase. Times without a comment are in seconds, as read from `clock`. When an inner
+    phase ends, its duration is added to `entered` and `moved` of the outer phase. The time of inner
+    phases therefore does not count for the outer phase."""
 
     name: str
     since: float  # seconds since 1970
@@ -66,8 +66,8 @@ class _Phase:
 
 
 class DriverBeats(Sink):
-    """Writes the driver's beats. The monitor calls this sink like any other sink. The session also
-    tells this sink when a step or the run's last phase begins.
+    """Sink that writes the driver's beats. The monitor calls this sink like any other sink. The
+    session also calls this sink when a step or the run's last phase begins.
 
     Args:
         folder: folder of this node's beats.
@@ -247,8 +247,8 @@ def forget_left(where: Path) -> None:
     """Removes the in-memory folders of killed watchers. The folder of a killed watcher would
     otherwise stay in memory until a reboot.
 
-    If a folder's lock is free, the folder's watcher is gone. The lock shows this even if the
-    watcher ran in another PID namespace.
+    If a folder's lock is free, the folder's watcher is gone. A test of the lock also works for a
+    watcher that ran in another PID namespace.
     """
     for folder in where.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open("a") as lock:

@@ -47,20 +47,21 @@ class Thread:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """A process of the run, as its node saw it.
+    """Facts about a process of the run, collected on the node of the process. The node looks at the
+    process twice, one or two seconds apart.
 
     Args:
-        node: the host of the process. For processes of an agent, followed by the id of the Ray
-            node.
+        node: the host of the process. If an agent reported the process, `node` is the host followed
+            by the id of the Ray node.
         role: role of the process as in Beat, or `verifier`, `raylet`, `gcs_server`, `server of
             rollout engine 0`, `child of driver`.
         state: state of the process as in proc_files.Status, or X if the process has ended.
         phase, since: the phase in the process's beat, and the seconds since the start of this
-            phase. None: the process writes no beats.
-        busy: share of a CPU that the process used during the look.
+            phase. Both are None if the process writes no beats.
+        busy: share of a CPU that the process used between the two looks.
         asleep: true if the process was in state D (uninterruptible sleep) at both looks.
-        stuck: the system call in which the process waited for a file at both looks; "" if the
-            process did not wait for a file.
+        stuck: the system call in which the process waited for a file at both looks. "": the process
+            did not wait for a file.
         path: the file that the system call in `stuck` waits for.
         file_system: kind and mount point of the file system of `path`.
         waits_in: the kernel function in which the process sleeps.
@@ -124,8 +125,8 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """State of an engine as the driver knows it: state (docs/fleet.md), number of requests in
-    flight, and the oldest of these requests."""
+    """Facts that the driver knows about an engine: its state (docs/fleet.md), the number of
+    requests in flight, and the oldest of these requests."""
 
     number: int
     state: str
@@ -150,7 +151,7 @@ class Facts:
     """All facts about a hang.
 
     Args:
-        beat: the driver's beat at the time when the limit had passed.
+        beat: the driver's beat when the phase had exceeded its limit.
         without_s: seconds without progress.
         missing: nodes that did not report, with the reason for each node.
         flight: description of the records from NCCL's flight recorder.

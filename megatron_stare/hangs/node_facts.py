@@ -3,15 +3,15 @@
 The examination takes bounded time. Information that cannot be read in time is skipped and reported
 as missing.
 
-py-spy (github.com/benfred/py-spy) reads the stacks of Python processes from outside, from their
-memory. A process that is stopped, or in which a thread holds the interpreter, cannot report its own
-stacks.
+A process cannot report its own stacks while it is stopped or while a thread holds the interpreter
+lock. Therefore py-spy (github.com/benfred/py-spy), a separate program, reads the stacks from the
+memory of the process.
 
 NCCL's flight recorder records which collectives each rank has begun and ended. torch's
-ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. When something is written to the
-pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", a separate thread of the rank dumps the
-records to the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org:
-torch_nccl_environment_variables). The gloo backend has no flight recorder.
+ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. When any process writes to the pipe
+TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", a separate thread of the rank dumps the records to
+the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org: torch_nccl_environment_variables). The
+gloo backend has no flight recorder.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ class _Look:
 
 
 def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
-    """Returns True for Ray's own processes, which are the log monitor, agents and idle workers."""
+    """Returns True for a process of Ray itself: the log monitor, an agent or an idle worker."""
     return "phase" not in found and any(
         "/ray/" in word or word.startswith("ray::IDLE") for word in words
     )

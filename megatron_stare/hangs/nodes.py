@@ -4,7 +4,7 @@ watcher.
 An agent is a process with the command `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's
 first worker on a node starts the agent as a detached process, so that the agent outlives the
 worker. The agent connects to the watcher, examines the run's processes on its node on request, and
-ends with the watcher.
+ends when the watcher ends.
 
 The watcher and the agents send one JSON object per line. An agent first sends the run's token, a
 random text that the driver chose. The watcher disconnects clients that do not send this token. The
@@ -48,7 +48,7 @@ class Nodes:
     """The nodes whose agents have connected to the watcher.
 
     Args:
-        ports: ports that the watcher may listen on, of which it uses one; empty: any port.
+        ports: ports on which the watcher may listen; empty: any port. The watcher uses one port.
         folder: folder of the file that receives the port.
     """
 
@@ -105,9 +105,9 @@ class Nodes:
             self._changed.notify_all()
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
-        """Asks every node for its facts and returns a function without waiting. The returned
-        function waits at most ANSWER_S for the nodes. The returned function returns the answers of
-        the nodes, and the reason for each node that did not answer."""
+        """Asks every node for its facts, and returns at once a function that collects the answers.
+        This function waits for the nodes until at most ANSWER_S after the call of `ask`. It returns
+        the answers, and a reason for each node that did not answer."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)
@@ -156,7 +156,8 @@ class Nodes:
 
 
 def ensure(folder: Path, node: str) -> None:
-    """Starts this node's agent if the node has no agent. Raises OSError."""
+    """Starts this node's agent if the node has no agent. Raises OSError if the agent's folder or
+    process cannot be created."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / LOCK).open("a") as lock:
         try:

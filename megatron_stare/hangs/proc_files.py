@@ -96,8 +96,8 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 
 def kill(pid: int) -> None:
-    """Kills a process and all its descendants. A child that hangs would keep inherited sockets
-    open, and peers would not notice the parent's end."""
+    """Kills a process and all its descendants. The descendants must die too, because a child that
+    hangs would keep inherited sockets open. Peers would then not notice the end of the parent."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
@@ -126,9 +126,9 @@ def waits_in(pid: int) -> str:
 
 
 def system_call(pid: int) -> str:
-    """Returns the system call in which the main thread of the process waits, with arguments, in the
-    kernel's format. Returns "" if the main thread does not wait in a system call. The caller needs
-    permission to trace the process."""
+    """Returns the system call in which the main thread of the process waits. The result has the
+    kernel's format and includes the call's arguments. Returns "" if the main thread does not wait
+    in a system call. The caller needs permission to trace the process."""
     with contextlib.suppress(OSError):
         line = (PROC / str(pid) / "syscall").read_text().strip()
         return "" if line.startswith(("running", "-1")) else line

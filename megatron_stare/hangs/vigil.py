@@ -39,8 +39,8 @@ class Vigil:
     starved_s: float = 0.0  # seconds since then that the run waited for a CPU
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Returns True if the run has made no progress for half of its limit. The caller must then
-        measure CPU starvation."""
+        """Returns True if the run has made no progress for half of the phase's limit. The caller
+        must then measure CPU starvation."""
         return (
             beat.limit_s is not None
             and beat.moved == self._moved
@@ -48,7 +48,8 @@ class Vigil:
         )
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
-        """Returns True if the run hangs. Returns True at most once for each phase.
+        """Returns True if the run hangs. Returns True at most once for each phase and at most MOST
+        times in all.
 
         Args:
             now: current time in seconds, on the same clock as `beat.moved`.
@@ -69,7 +70,8 @@ class Vigil:
         return len(self._told) <= MOST
 
     def without_s(self, beat: Beat, now: float) -> float:
-        """Returns the seconds in which the run could have made progress but made none."""
+        """Returns the seconds without progress. Seconds in which the run could not make progress do
+        not count."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 
@@ -107,8 +109,8 @@ def of_the_run(folder: Path) -> set[int]:
     driver, for ranks and engines, and for processes that ranks and engines have started (servers
     and writers).
 
-    The result includes idle workers, because a worker may have received a call but has not yet had
-    a CPU to handle the call.
+    The result includes idle workers. An idle worker may have received a call that it cannot handle
+    until it gets a CPU.
 
     Args:
         folder: folder of this node's beats.

@@ -67,8 +67,8 @@ class Settings:
 
     Args:
         supervised: whether a supervisor restarts the driver.
-        urls: URLs of the servers that the run uses but did not start. The index in the list is the
-            engine's number.
+        urls: URLs of the servers that the run uses but did not start. The URL at index i belongs to
+            engine i.
         token: token that the agents of nodes must send; "": the run has no agents.
         ports: ports on which the watcher may listen for agents; empty: any port.
     """
@@ -114,9 +114,9 @@ class Watcher:
         self._copier.last()
 
     def _read(self) -> Beat | None:
-        """Reads the driver's beat. Progress of any rank counts as progress of the driver. The
-        driver reports nothing while it waits for ranks, and an update may take longer than a
-        phase's limit."""
+        """Reads the driver's beat. Progress of any rank counts as progress of the driver. Otherwise
+        a long update could exceed the limit of its phase, because the driver reports nothing while
+        it waits for ranks."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -165,7 +165,7 @@ class Watcher:
             self._end(beat, found)
 
     def collect(self, beat: Beat, flights: Path) -> Facts:
-        """Collects all available facts, within a minute."""
+        """Collects all facts that are available within a minute."""
         settings = self._settings
         without_s = self._vigil.without_s(beat, time.monotonic())
         others = self._nodes.ask() if self._nodes is not None else None
@@ -242,8 +242,8 @@ class Watcher:
 
 
 class _Copier:
-    """Writes beats into the run directory on a separate thread. If the file system stalls, a new
-    beat replaces the beat that waits to be written."""
+    """Writes beats into the run directory on a separate thread. While the file system stalls, only
+    the newest beat waits to be written."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._next = file, threading.Event()

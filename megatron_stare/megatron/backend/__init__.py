@@ -1,2 +1,2 @@
-"""Adapts Megatron to this device. Contains the process groups and the layout, and CPU substitutes
-for CUDA calls."""
+"""Adapts Megatron to this rank's device. Contains the parallel layout with its process groups, and
+the CPU substitutes for CUDA calls."""

@@ -43,7 +43,7 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
     Raises:
         AttributeError: the attribute is missing. The installed release of the upstream library is
-            then different from the release that this code was written for.
+            then not the release that this code was written for.
     """
     before = vars(owner).get(name, _ABSENT)
     if before is _ABSENT and not absent:
@@ -59,9 +59,9 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """Redirects CUDA requests to torch. `device="cuda"` means this rank's device, and `.cuda()`
-    returns the tensor itself. Memory is not pinned. `.type()` returns the CUDA names that
-    optimizers look for."""
+    """Redirects requests for CUDA in calls of torch. `device="cuda"` means this rank's device, and
+    `.cuda()` returns the tensor itself. Requests for pinned memory are ignored. `.type()` returns
+    the CUDA names that optimizers look for."""
 
     def __torch_function__(
         self,
@@ -102,7 +102,8 @@ class _InertStream:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces Megatron's copy of tensors to the host. The tensors are already on the host."""
+    """Replaces Megatron's function that copies tensors to the host. Copies nothing, because the
+    tensors are already on the host."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

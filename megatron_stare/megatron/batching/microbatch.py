@@ -1,5 +1,5 @@
-"""Defines one rank's part of a rollout batch. The part consists of micro-batches for the model, and
-can be viewed as flat columns for the method.
+"""Defines one rank's part of a rollout batch. The model gets this part as micro-batches, and the
+method gets this part as flat columns.
 
 Shape legend: a micro-batch has b rows and s positions (packed: one row of all tokens). A
 micro-batch has n response positions in the loss mask. This rank has N response positions in the
@@ -78,7 +78,7 @@ class RankBatch:
         share: share of data-parallel rank `dp_rank`.
 
     Raises:
-        ValueError: the share contains different samples than the plan gives to the rank.
+        ValueError: the samples in the share are not the samples that the plan gives to the rank.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """Returns a batch with only the micro-batches of one optimizer step. The spans of these
-        micro-batches still refer to the rank's N response positions."""
+        """Returns a batch with only the micro-batches of one optimizer step. The `span` of this
+        batch still counts in the rank's N response positions."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
@@ -241,8 +241,8 @@ def _micro_batch(
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the sum of the ranks' `x` on every rank. All ranks must call this function, and
-    either all ranks or no rank may differentiate the sum.
+    """Returns the sum of the ranks' `x` on every rank. All ranks must call this function. If one
+    rank differentiates the sum, all ranks must differentiate the sum.
 
     The total loss L = sum_r L_r is the sum of the losses of all ranks r. With y = sum_r x_r, the
     gradient of L with respect to x_r is sum_q dL_q / dy. Backward therefore sums the gradients over

@@ -2,8 +2,8 @@
 attention.
 
 If several responses of a micro-batch share a prompt, the prompt passes through the model once. The
-hidden states of a prompt do not depend on later tokens, so all responses of the group can use these
-hidden states. Only attention repeats the prompt's queries, keys and values for each response.
+hidden states of a prompt do not depend on later tokens, so all responses to the prompt can use the
+same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
 results back. The backward passes of `Spread` are also copies. If a token has several places,
@@ -40,9 +40,9 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     fed: [k] int64 columns that are fed to the model, ascending.
-    stands: [s] int64 indices into `fed`, one for every column of the packed row. The index of a
-        column points to the column itself, or to a column with another sample's copy of the same
-        token.
+    stands: [s] int64 indices into `fed`, one for every column of the packed row. A column that is
+        fed has the index of itself. A column that is not fed has the index of another sample's copy
+        of the same token.
     """
 
     fed: Tensor
@@ -59,7 +59,8 @@ def shared_columns(
         token: [s] int64 index of each column's token in its sample.
         prompts: [samples] int64 prompt length of each sample.
         groups: [samples] int64; samples of one group share one prompt.
-        multiple: the number of fed columns is a multiple of `multiple`, like the length of the row.
+        multiple: divisor of the length of the row. The number of fed columns is also a multiple of
+            `multiple`.
     """
     columns = torch.arange(len(sample))
     same = groups[:, None] == groups[None]
@@ -87,8 +88,9 @@ class Spread:
     inverse: [t] int64, the place of every token. If a token has several places, `inverse` contains
         the place whose output is used.
     shapes: (b, s) of every group.
-    repeated: true if tokens have several places with nonzero gradients (prompts that responses
-        share). Padding also repeats tokens, but does not count because its gradient is 0.
+    repeated: true if tokens have several places with nonzero gradients, because responses share a
+        prompt. Padding also repeats tokens, but the gradient of padding is 0 and `repeated` ignores
+        it.
     """
 
     index: Tensor
@@ -258,8 +260,8 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns two tensors for the sequences `members`. The first, [b, s] int64, contains the
-    columns of their tokens. The second, [b, s] bool, is False for padding."""
+    """Returns two tensors for the sequences `members`. The first tensor, [b, s] int64, contains the
+    columns of the sequences' tokens. The second tensor, [b, s] bool, is False for padding."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))

@@ -33,8 +33,9 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 @dataclass(frozen=True)
 class Grid:
-    """Records which sample and which token of that sample every position of a micro-batch holds.
-    `sample` [b, s] is -1 at padding. `token` [b, s] counts the tokens of each sample from 0.
+    """Records, for every position of a micro-batch, the sample and the token of this sample that
+    the position holds. `sample` [b, s] is -1 at padding. `token` [b, s] counts the tokens of each
+    sample from 0.
 
     shared: the columns to feed to the model if a packed row repeats prompts, or None to feed all
     positions.
@@ -58,23 +59,23 @@ class SequenceLayout(ABC):
     """Layout of sequences over positions and ranks. Micro-batches, the output layer and the sums of
     a step use this layout.
 
-    The layout records the sample and the token of every position. Any split of the sequences can
-    therefore look up targets, masks and places in the batch's canonical order. Ranks that split a
-    sequence receive the same share of the batch.
+    The layout records the sample and the token of every position. From this record, any split of
+    the sequences can look up targets, masks and places in the batch's canonical order. Ranks that
+    split a sequence receive the same share of the batch.
     """
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Places the tokens of all micro-batches of a rank. For each micro-batch, `lengths` has one
-        tensor with the lengths of the micro-batch's samples."""
+        """Places the tokens of all micro-batches of a rank. `lengths` contains one tensor for each
+        micro-batch, with the lengths of the micro-batch's samples."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
         """Returns the positions that are fed to this rank's model."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """Marks all copies of a prompt after the first so that the model skips them, if the layout
-        can share prompts.
+        """If the layout can share prompts, marks all copies of a prompt except the first copy. The
+        model skips the marked copies.
 
         Args:
             prompts: [samples of the micro-batch] int64 prompt length of each sample.
@@ -241,8 +242,8 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
     """Lays out all samples end to end in one row, and pads each sample to a multiple of `each`. If
-    the row needs more padding to reach a multiple of `multiple`, a separate sequence of padding
-    ends the row."""
+    the row then is not a multiple of `multiple` long, a separate sequence of padding is added at
+    the end of the row."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

@@ -41,8 +41,9 @@ class BackgroundSave:
     dropped.
 
     Args:
-        request: Megatron's plan of the save. Megatron's own ways of running a plan either import
-            torch again for every save, or leave writer processes behind when a rank is killed.
+        request: Megatron's plan of the save. BackgroundSave runs the plan itself, because
+            Megatron's own ways to run a plan have drawbacks. They either import torch again for
+            every save, or leave writer processes behind when a rank is killed.
         folder: folder of the checkpoint.
     """
 

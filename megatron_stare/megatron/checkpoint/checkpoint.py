@@ -206,8 +206,8 @@ _NORMS = (
 
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
-    """Renames norms in `wanted` to the checkpoint's names if the checkpoint was saved from the
-    other kind of layers than this model's.
+    """Renames norms in `wanted` to the checkpoint's names if the checkpoint was saved from a model
+    with the other kind of layers.
 
     The two kinds of layers are Transformer Engine's layers and Megatron's local layers.
     """
@@ -267,8 +267,8 @@ def _state(
 
 
 def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
-    """Returns the sharded state of each model chunk separately, because two chunks of a virtual
-    pipeline use the same layer names."""
+    """Returns the sharded state of each model chunk separately. The states are not merged, because
+    two chunks of a virtual pipeline use the same layer names."""
     return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
 
 

@@ -3,8 +3,8 @@
 The trainer ranks that together hold one copy of the model gather every bucket, and each of these
 ranks gets the whole bucket. Each rank then makes a handle of the bucket for the engine's rank on
 the same device. Among the trainer ranks that share devices with an engine, the first rank collects
-the handles and sends one handle to each rank of the engine. Weights travel between devices only
-while the ranks of one copy of the model gather a bucket.
+the handles and sends one handle to each rank of the engine. Weights move between devices only in
+the gather of a bucket.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _Carried:
             return None
 
     def meet(self) -> None:
-        """Waits until all trainer ranks on the engine's devices have called `meet`."""
+        """Barrier: waits until all trainer ranks on the engine's devices have called `meet`."""
         if self._group is not None:
             dist.barrier(self._group)
 

@@ -39,8 +39,8 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """Returns this rank's weights, detached. If the function `of` is given, returns the result of
-    `of` for each parameter instead. This result must have the parameter's shape."""
+    """Returns this rank's weights, detached. If the function `of` is given, returns `of(parameter)`
+    instead of each parameter's weights. The result of `of` must have the parameter's shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))

@@ -6,13 +6,13 @@ sequences.
   would miss the gradient all-reduce. Our RMSNorm requests this all-reduce through an attribute of
   the weight. On GPUs, torch has a kernel for the norm and its gradient. On CPUs, torch computes the
   norm with a dozen operations, and each operation reads and writes the whole input.
-- SwiGLU: megatron-core's operations copy both halves of the feed-forward hidden states in forward
-  and in backward. megatron-core's fused SwiGLU needs a compiler, and Transformer Engine has a fused
-  SwiGLU of its own.
+- SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. megatron-core's
+  operations copy both halves in forward and in backward. megatron-core's fused SwiGLU needs a
+  compiler, and Transformer Engine has a fused SwiGLU of its own.
 - The attention over short sequences is for CPUs, and keeps all scores in memory. torch's CPU kernel
   runs small matrix products for every head of every sequence, forward and backward. For short
-  sequences, the overhead of starting many small products exceeds the time of the computation. Our
-  attention over short sequences runs one batched product for all heads and sequences.
+  sequences, starting these many small products takes longer than computing them. Our attention over
+  short sequences runs one batched product for all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
 groups of heads that share keys and values, r heads per group, d head size; *: any leading

@@ -363,8 +363,8 @@ def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
 def hidden_states(
     chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None
 ) -> Tensor:
-    """Runs a model chunk in its own precision. By default, Float16Module converts the last stage's
-    output to float32."""
+    """Runs a model chunk and returns the output in the model's precision. By default, Float16Module
+    would convert the last stage's output to float32."""
     inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
     as_it_is = {"fp32_output": False} if isinstance(inside, Float16Module) else {}
     return chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)

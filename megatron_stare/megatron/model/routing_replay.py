@@ -3,9 +3,9 @@ chose.
 
 Engine and trainer round differently, so a token's k-th and (k+1)-th expert sometimes swap. A swap
 changes the token's log-prob by far more than rounding does ("R3", Ma et al. 2025,
-arXiv:2510.11370). If the trainer replays the engine's choice of experts, only rounding
-distinguishes the log-probs of engine and trainer. The gate values come from the trainer's own
-logits at the replayed experts, so the router still learns.
+arXiv:2510.11370). If the trainer replays the engine's choice of experts, the log-probs of engine
+and trainer differ only by rounding. The gate values come from the trainer's own logits at the
+replayed experts, so the router still learns.
 
 Shape legend: s positions and b rows of a micro-batch on this rank, t = s b tokens of a router, L
 layers, K experts per token, E experts.
@@ -44,9 +44,9 @@ class GivenExperts(RouterReplay):
     """Replays the engine's experts in one router, one micro-batch at a time.
 
     Megatron's RouterReplay must be told whether a forward is a recomputation during backward. In a
-    pipeline, forwards and backwards alternate, so this class recognises a recomputation without
-    being told. A forward that will be recomputed runs without gradients. The recomputations come in
-    the same order as these forwards.
+    pipeline, forwards and backwards alternate. This class therefore recognises a recomputation
+    itself. A forward that will be recomputed runs without gradients. The recomputations come in the
+    same order as these forwards.
     """
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ unchanged, so a checkpoint in the second format can only be loaded in the layout
 checkpoint. The third format is meant to avoid the gather and the fixed layout, but megatron-core
 0.16 refuses this format. This module therefore cuts a stretch into boxes, which contain the whole
 rows of the stretch and the partial rows at the two ends. A box has a start and a size in each
-dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. Every
-rank writes and reads only its own boxes, in any layout.
+dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. In any
+layout, every rank writes and reads only its own boxes.
 
 The float32 masters of 16-bit parameters are saved as float32. On load, the masters are converted to
 the form that the optimizer keeps. By default Megatron's distributed optimizer updates its own
@@ -93,8 +93,9 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         near: bfloat16 [n], the numbers rounded by any rule. All data-parallel ranks hold these
-            rounded values, so the result keeps them. If the rule rounded a tie towards zero, the
-            last of the number's 32 bits is lost instead.
+            rounded values, so the bfloat16 result must equal `near`. If the rule rounded a tie
+            towards zero, the int16 half cannot represent the number exactly, and the last of the
+            number's 32 bits is lost.
     """
     bits = values.contiguous().view(torch.int32)
     low = ((bits & _LOW) ^ 0x8000) - 0x8000  # as a signed 16-bit number
