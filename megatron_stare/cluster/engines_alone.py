@@ -27,8 +27,8 @@ class EnginesAlone(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of engines. The list is empty if there was no
-        choice."""
+        """Returns lines about the placement of engines. The list is empty if only one placement was
+        possible."""
         ...
 
     def share(self, value: Any) -> Handle:
@@ -63,7 +63,8 @@ class FolderWeights(WeightStream):
 
     Args:
         folder: the folder to read, which is checked against `shape` tensor by tensor.
-        dtype: the dtype that the weights are cast to, as in a trainer with this dtype.
+        dtype: the dtype that the weights are cast to. A trainer with this dtype casts the weights
+            in the same way.
         bucket_bytes: size limit of a bucket. A tensor above the limit gets its own bucket.
         share: a function that stores a bucket for all engines.
 
