@@ -30,8 +30,8 @@ def group_advantages(
             verl and slime). 'population' is the standard deviation with n. 'none' does not divide
             (Dr. GRPO, arXiv 2503.20783).
         eps: added to the standard deviation.
-        number: the number of groups. If `number` is None, `groups` is copied to the host to find
-            the number, and the host waits for the device.
+        number: the number of groups. If `number` is None, the number is computed from `groups`, and
+            the host waits for the device.
 
     Returns:
         [B] float64. In a group with a single counted response, the advantage is r / (1 + eps), as

@@ -27,8 +27,8 @@ class EnginesAlone(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of engines. The list is empty if only one placement was
-        possible."""
+        """Returns lines about the placement of engines. The list is empty if no placement was
+        planned."""
         ...
 
     def share(self, value: Any) -> Handle:

@@ -348,8 +348,8 @@ class Runner(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of ranks and engines. The list is empty if only one
-        placement was possible."""
+        """Returns lines about the placement of ranks and engines. The list is empty if no placement
+        was planned."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:

@@ -39,8 +39,8 @@ class EvaluationFolder:
 
     Args:
         what: the values that responses depend on, by name. The entry `tasks` has one entry per
-            task. A folder accepts only responses that were sampled with equal values, but tasks may
-            be added.
+            task. A folder accepts only responses that were sampled with equal values. A later
+            evaluation may add tasks.
         config: the resolved configuration as YAML.
 
     Raises:
