@@ -1,5 +1,5 @@
-"""Importance correction weights the policy loss, because the probabilities of the engine that
-samples and of the trainer that learns differ slightly.
+"""Importance correction weights the policy loss, because the engine that samples and the trainer
+that learns compute different probabilities for the same token.
 
     r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
     R = r (token), or over the response the product of r (sequence) or exp(mean ln r) (geometric)

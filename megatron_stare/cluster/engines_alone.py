@@ -43,7 +43,7 @@ def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> Engine
     the engines start in Ray.
 
     Args:
-        tell: a function that gets a line of text before each start that takes seconds.
+        tell: a function that is called with a line of text before each start that takes seconds.
 
     Raises:
         UserError: an engine does not start or cannot be placed.

@@ -115,7 +115,7 @@ class InlineRunner:
     one rank.
 
     Args:
-        tell: a function that gets a line of text before each start that takes seconds.
+        tell: a function that is called with a line of text before each start that takes seconds.
     """
 
     def __init__(self, run: ResolvedRun, tell: Callable[[str], None] = unsaid) -> None:

@@ -171,7 +171,7 @@ class RayRunner:
 
     Args:
         awaited: see reserve.
-        tell: a function that gets a line of text before each start that takes seconds.
+        tell: a function that is called with a line of text before each start that takes seconds.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class AlgorithmConfig:
     """The method and its settings.
 
     name: a method's short name, or the dotted path of a user's class.
-    method: instance of the method's class. Its fields are the settings.
+    method: instance of the method's class. The fields of the instance are the settings.
     """
 
     name: str

@@ -148,8 +148,8 @@ class Upgrade:
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """Adds empty digests of prompt inputs. Format 3 did not record the tokenizer, the chat template
-    and the checksums of checkpoints."""
+    """Adds empty digests of prompt inputs. Format 3 recorded no tokenizer, no chat template and no
+    checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 

@@ -2,8 +2,9 @@
 the lowest layers. The configuration file itself is the next layer, and the overrides of the command
 line are the highest layers.
 
-Sections are merged key by key, and the upper layer wins. As an exception, a layer that names
-another method or extension discards the settings of the previous method or extension.
+Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
+As an exception, a layer that names another method or extension discards the settings of the
+previous method or extension.
 """
 
 from __future__ import annotations

@@ -248,8 +248,9 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """Returns the source of the last layer that sets the faulty setting.
 
     Several layers may set a whole section. If the fault is in a whole section, returns the source
-    of the last layer that causes the error. A layer causes the error if the merged layers below it
-    do not have the error. Returns the top file if no layer sets the faulty setting.
+    of the last layer that causes the error. A layer causes the error if the layers below this
+    layer, when merged, do not have the error. Returns the top file if no layer sets the faulty
+    setting.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

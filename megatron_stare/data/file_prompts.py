@@ -33,7 +33,7 @@ class _Part:
     weight: integer weight of the file; see `whole_weights`.
     records: records of the file that can be taken.
     taken: number of records taken so far.
-    pass_: number of the pass, over the file, that `order` belongs to.
+    pass_: number of the current pass over the file; `order` is the order of this pass.
     """
 
     file: MixtureFile

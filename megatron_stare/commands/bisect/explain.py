@@ -124,7 +124,7 @@ def explain(
         before: metrics of earlier steps of the run, used with `record` to estimate noise.
         record: metrics of the steps in question.
         remade: the re-runs of the same steps. The unchanged re-run comes first.
-        left_out: causes without a change.
+        left_out: causes for which no change applies to this run.
         exact: true if unchanged steps must reproduce the record bit for bit.
         dtype: the dtype of the trained model.
         contradicted: contradictions between record and configuration, by cause.

@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
     """Makes a run directory that continues from another run's checkpoint. The new run directory
-    contains hard links to the checkpoint's files, because no process writes to these files.
+    shares the checkpoint's files through hard links, because no process writes to these files.
 
     Args:
         settings: settings by dotted key, which replace the run's settings. The value None means the

@@ -146,8 +146,8 @@ def _typed(
     last override, and the options after the overrides.
 
     Args:
-        run_dir: a run directory that the caller adds to the words. If it is given, the words leave
-            out `run.dir`.
+        run_dir: a run directory that the caller adds to the words. If `run_dir` is given, the words
+            contain no override of `run.dir`.
     """
     program = PROGRAM
     if Path(sys.argv[0]).name == program and shutil.which(program) is None:
