@@ -1,4 +1,5 @@
-"""Methods, one small file per method, written as tensor maths that does not depend on ranks.
+"""Methods of policy optimisation, one small file per method. The code of a method is tensor maths
+that does not depend on ranks.
 
 A method requests statistics of the whole batch and computes each token's loss from these
 statistics. `method.py` defines the contract. A configuration names a user's own method by its

@@ -30,13 +30,15 @@ def group_advantages(
             verl and slime). 'population' is the standard deviation with n. 'none' does not divide
             (Dr. GRPO, arXiv 2503.20783).
         eps: added to the standard deviation.
-        number: the number of groups. If `number` is None, the number is read from `groups`, which
-            makes the host wait for the device.
+        number: the number of groups. If `number` is None, the number is computed from `groups`, and
+            the host waits for the device.
 
     Returns:
         [B] float64. In a group with a single counted response, the advantage is r / (1 + eps), as
-        in verl. If all rewards of a group are equal, the group's advantages are exactly 0, even if
-        the mean is rounded. Selections by advantage leave out tokens with advantage 0.
+        in verl. With `spread` 'none' the advantage of such a response is r. If a group has several
+        counted responses and their rewards are equal, the group's advantages are exactly 0, even if
+        the mean is rounded. The exact 0 matters, because selections by advantage leave out tokens
+        with advantage 0.
     """
     if number is None:
         number = int(groups.max()) + 1 if groups.numel() else 0

@@ -1,8 +1,8 @@
-"""Coefficients by which the token losses are weighted in the training loss.
+"""Coefficients that weight the token losses in the training loss.
 
-Coefficients come from counts over the whole batch of an optimizer step. The loss, summed over ranks
-and micro-batches, is therefore the same in every parallel layout. Only 'micro_batch_mean' depends
-on the layout; it allows comparisons with code that averages per micro-batch.
+Coefficients are computed from counts over the whole batch of an optimizer step. The sum of the loss
+over ranks and micro-batches is therefore the same in every parallel layout. Only 'micro_batch_mean'
+depends on the layout; it allows comparisons with code that averages per micro-batch.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class Cispo(PolicyGradient):
     clip_low: the distance from 1 down to the lower bound of the weight. With `clip_low` = 1, the
         weight has no lower bound.
     clip_high: the distance from 1 up to the upper bound of the weight.
-    advantage_spread: the divisor of a reward minus the group's mean reward (see advantage.py).
+    advantage_spread: the divisor of the difference between a reward and the group's mean reward
+        (see advantage.py).
     """
 
     clip_low: float = 1.0

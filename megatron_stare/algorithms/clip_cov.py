@@ -5,9 +5,9 @@ between advantage and log-prob.
     max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
 
 The released code draws at least one token per micro-batch, without a seed. This file draws the
-tokens from the whole batch. The draw depends only on the seed, the step and the canonical numbers
-of the tokens, so it is the same in every layout. As in the released code, clip_low and clip_high
-are 1, so the ratio is clipped to [0, 2].
+tokens from the whole batch. The draw depends only on the seed, the step and the canonical indices
+of the tokens, so the draw is the same in every layout. As in the released code, clip_low and
+clip_high are 1, so the ratio is clipped to [0, 2].
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class ClipCov(Grpo):
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
         """Returns the candidates whose gradient the ratio clip does not remove, [N] bool. The ratio
-        compares the old log-probs with `batch.selected_by`, the log-probs that select tokens."""
+        is computed from `batch.selected_by`, the log-probs that select tokens, and the old
+        log-probs."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

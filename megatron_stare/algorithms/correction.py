@@ -1,5 +1,5 @@
 """Importance correction weights the policy loss, because the engine that samples and the trainer
-that learns are not exactly the same policy.
+that learns compute different probabilities for the same token.
 
     r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
     R = r (token), or over the response the product of r (sequence) or exp(mean ln r) (geometric)
@@ -127,8 +127,8 @@ class Correction:
         return torch.where(mean > 0, weight / mean, 0.0)
 
     def plain_weights(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the weights before normalisation, [N]. A weight is 0 only if icepop finds the
-        ratio outside the bounds."""
+        """Returns the weights before normalisation, [N]. A weight is 0 only if the mode is icepop
+        and the ratio lies outside the bounds."""
         level = self._ratio(batch, known)
         match self.mode:
             case "truncate":

@@ -10,8 +10,8 @@ collective operation. The paper does not clip the ratio. In the paper, p is the 
 the policy that is being updated. The setting `statistics.surprisal: current` takes p from that
 policy. This setting differs from the default only if a batch gets several updates. The setting
 `entropy_target` is not in the paper. With `entropy_target`, the weights act only while the mean
-entropy of the batch is below the target. At or above the target, every token has the weight 1/2, so
-that the gate does not change the size of a step.
+entropy of the batch is below the target. At or above the target, every token has the weight 1/2
+instead of 1, so that closing the gate hardly changes the size of a step.
 """
 
 from __future__ import annotations

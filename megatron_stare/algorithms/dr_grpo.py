@@ -4,8 +4,8 @@ easy questions.
     A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)
 
 L_max is a constant, 3000 in the paper's recipe. From release 0.8, verl's seq-mean-token-sum-norm
-also divides by B L_max. Up to release 0.7, verl divided by L_max alone, as the aggregation
-'dr_grpo_verl' does.
+also divides by B L_max. Up to release 0.7, verl divided by L_max alone. The aggregation
+'dr_grpo_verl' also divides by L_max alone.
 """
 
 from __future__ import annotations

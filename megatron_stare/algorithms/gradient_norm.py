@@ -139,8 +139,9 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """Returns the whole-batch statistics that `cell_metrics` reads. The statistics are the number
-    of tokens and the sum of norms of every cell.
+    """Returns the whole-batch statistics that `cell_metrics` reads. A cell is a range of
+    probability combined with a range of entropy. The statistics of a cell are the number of its
+    tokens and the sum of their norms.
 
     Raises:
         ValueError: the batch lacks the sums over the vocabulary.
@@ -169,7 +170,8 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
 
 
 def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
-    """Returns the number of `ends` that are at most x, [N] int64."""
+    """Returns for each element of x the number of `ends` that are at most that element, [N]
+    int64."""
     found = torch.zeros_like(x, dtype=torch.int64)
     for end in ends:
         found += x >= end

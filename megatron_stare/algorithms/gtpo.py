@@ -1,22 +1,24 @@
 """GTPO (arXiv 2508.04349) gives each token a reward that grows with the token's share of the
 entropy. The GTPO of arXiv 2508.03772 is another method.
 
-At position t, d_t correct and h_t wrong responses of the prompt have a token. H is the entropy of
-the old policy at a token:
+Let d_t and h_t be the numbers of correct and of wrong responses to the prompt that have a token at
+position t. Let H be the entropy of the old policy at a token. The tokens of correct responses are
+called correct tokens, and the tokens of wrong responses wrong tokens. The reward r and the
+advantage A of a token are:
 
     correct   r = alpha1 + alpha2 d_t H / sum H
     wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
-The setting 'separate' reads eq. 6 literally, and takes mean and std over correct tokens and over
-wrong tokens separately. With 'separate', the mean advantage over the correct tokens is exactly 0,
-and so is the mean advantage over the wrong tokens. With 'separate', the outcome therefore cancels,
-and the policy learns from the entropy alone. The default, 'joint', takes mean and std over all
-tokens. With 'joint', the mean advantage is positive over a prompt's correct tokens and negative
-over the prompt's wrong tokens. 'joint' can still give a token an advantage of the wrong sign. If
-few tokens are wrong, the overall mean lies near the mean of the correct tokens, so correct tokens
-with a small share of the entropy get a negative advantage. If few tokens are correct, wrong tokens
-with a small share of the inverse entropy get a positive advantage.
+The value 'separate' of the setting `normalise` reads eq. 6 literally, and takes mean and std over
+correct tokens and over wrong tokens separately. With 'separate', the mean advantage over the
+correct tokens is exactly 0, and so is the mean advantage over the wrong tokens. With 'separate',
+the outcome therefore cancels, and the policy learns from the entropy alone. The default, 'joint',
+takes mean and std over all tokens. With 'joint', the mean advantage is positive over a prompt's
+correct tokens and negative over the prompt's wrong tokens. 'joint' can still give a token an
+advantage of the wrong sign. If few tokens are wrong, the overall mean lies near the mean of the
+correct tokens, so correct tokens with a small share of the entropy get a negative advantage. If few
+tokens are correct, wrong tokens with a small share of the inverse entropy get a positive advantage.
 
 Tokens that are normalised together get advantage 0 if their rewards differ by rounding only.
 Dividing by a spread of rounding errors would turn the errors into advantages of several units. For

@@ -35,8 +35,8 @@ State = dict[str, Tensor]  # 0-dim float64 tensors that a method keeps from step
 @dataclass(frozen=True)
 class TokenTerms:
     """Token losses and values to log. `loss` [N] has the token losses before aggregation. `shares`
-    has [N] values by metric name. The trainer logs each metric as the mean of its values over the
-    loss tokens."""
+    maps the name of a metric to values [N]. The trainer logs each metric as the mean of its values
+    over the loss tokens."""
 
     loss: Tensor
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -130,7 +130,8 @@ class Method(ABC):
         bool marks the samples in the baseline."""
 
     def initial_state(self) -> dict[str, float]:
-        """Returns the state before the first step, by name. Every checkpoint saves the state."""
+        """Returns the state before the first step, as a mapping of names to values. Every
+        checkpoint saves the state."""
         return {}
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
@@ -138,8 +139,8 @@ class Method(ABC):
         batch; the loss needs statistics of a mini-batch.
 
         The trainer calls `requests` again until a call returns no new names, so that a request may
-        build on the statistics in `known`. `coefficients` divides by `tokens`, the number of
-        positions that carry loss.
+        build on the statistics in `known`. The statistic `tokens` is the number of positions that
+        carry loss; `coefficients` divides by `tokens`.
         """
         return {"tokens": Count(batch.loss_mask)}
 

@@ -6,8 +6,8 @@ tokens whose surprisal s is above the critical surprisal s* of their position. s
 computes s* from the distribution at the position. The measures of a set of tokens are:
 
     precision   share of L+ with s > s*, of U+ with s <= s*; likewise for L- and U-
-    A Phi       sum over the set; negative for a correct L+, whose tokens raise the entropy at
-                the rate -A Phi
+    A Phi       sum over the set; negative if L+ is selected correctly, since the tokens of L+
+                then raise the entropy at the rate -A Phi
 """
 
 from __future__ import annotations

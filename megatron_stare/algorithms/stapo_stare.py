@@ -4,8 +4,8 @@ STAPO and STARE treat improbable tokens of correct answers differently. STAPO si
 improbable tokens of low entropy, and STARE amplifies all improbable tokens. Here the mask comes
 first. A token that STAPO's mask removes has no loss, does not count in N, and is not one of STARE's
 candidates. Among the improbable tokens of correct answers, STARE therefore amplifies only tokens of
-high entropy. STARE's gate still uses the mean entropy of all response tokens. The combination of
-STAPO and STARE is not from a paper, and no paper has run it.
+high entropy. STARE's gate still uses the mean entropy of all response tokens. No paper proposes or
+tests the combination of STAPO and STARE.
 """
 
 from __future__ import annotations

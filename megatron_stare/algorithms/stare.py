@@ -9,10 +9,10 @@ variant of STARE reweights L+, L- or both.
     g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The paper takes the quantile over the whole batch, as this file does; the released code takes the
-quantile per micro-batch and rank. With `adaptive`, W and M change before the loss of the same step
-is computed, even while the gate is closed, as in the paper and in the released code. token_sets.py
-has the other operators of the paper's ablation, which also act on common tokens. In the ablation, a
+The paper and this file take the quantile over the whole batch. The released code takes the quantile
+per micro-batch and rank. With `adaptive`, W and M change before the loss of the same step is
+computed, even while the gate is closed, as in the paper and in the released code. token_sets.py has
+the other operators of the paper's ablation, which also act on common tokens. In the ablation, a
 gate per sample reads the mean entropy of the response, and a gate per token reads the entropy at
 the token.
 """
@@ -213,8 +213,8 @@ class Stare(Grpo):
         return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Opens or closes the gate. With `adaptive`, also moves W and M. The loss of the same step
-        uses the new gate, W and M."""
+        """Opens or closes the gate of the batch. With `adaptive`, also changes W and M. The loss of
+        the same step uses the new gate and the new W and M."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state

@@ -43,8 +43,8 @@ class TokenSet:
     name: the name of the set in statistics and metrics.
     sign: the sign of the advantages of the set's tokens.
     rare: True if the set has the rare tokens of the sign, False if the set has the common tokens.
-    weight: the state value that multiplies the advantages of the set's tokens while the gate is
-        open.
+    weight: the name of the state value that multiplies the advantages of the set's tokens while the
+        gate is open.
     code: the number of the set in `Method.selected`.
     """
 

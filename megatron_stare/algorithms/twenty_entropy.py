@@ -6,10 +6,11 @@ tokens of highest entropy.
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The official code selects the k tokens of largest entropy per micro-batch. This file selects the k
-tokens of largest entropy over the whole batch. TRL divides the loss by all tokens instead of the
-kept tokens, as `denominator: all` does. With `denominator: all`, the loss is about five times
-smaller. N is the number of tokens with a nonzero advantage. Read literally, the paper takes the
-share of all response tokens, even of tokens with advantage 0, as `candidates: all` does.
+tokens of largest entropy over the whole batch. TRL and the setting `denominator: all` divide the
+loss by the number of all tokens instead of the number of kept tokens. The loss is then about five
+times smaller. In the formula, N is the number of tokens with a nonzero advantage. Read literally,
+the paper counts in N all response tokens, including tokens with advantage 0. The setting
+`candidates: all` follows the literal reading.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class HighEntropyTokens:
 
 
 def fork_count(n: Tensor, share: float) -> Tensor:
-    """Returns the number of tokens to keep of n candidates, max(1, int(n share + 0.9999)), 0-dim.
-    The number is rounded as in the official code."""
+    """Returns how many of n candidates are kept, max(1, int(n share + 0.9999)), 0-dim. The official
+    code uses the same rounding."""
     return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
 
 
@@ -100,8 +101,8 @@ class TwentyEntropy(Grpo):
     share: rho, the share of tokens that are kept.
     rule: 'top_k' keeps exactly k tokens. 'quantile' keeps the tokens whose entropy is at or above
         the (1 - share)-quantile, with linear interpolation, as TRL does.
-    candidates: the tokens of which the share is taken. 'with_advantage' takes the tokens with a
-        nonzero advantage. 'all' takes all response tokens, as in the paper's text.
+    candidates: the tokens that compete to be kept. 'with_advantage' means the tokens with a nonzero
+        advantage. 'all' means all response tokens, as in the paper's text.
     denominator: 'kept' divides the loss by the number of kept tokens (the paper, eq. 6). 'all'
         divides the loss by the number of all tokens (TRL).
     """

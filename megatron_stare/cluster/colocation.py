@@ -1,4 +1,4 @@
-"""Moves the trainer and the servers on and off shared devices, because both may not fit together.
+"""Moves the trainer and the servers on and off shared devices, which may be too small for both.
 
     phase          trainer memory                          server memory
     start          nothing, then everything                everything, then nothing

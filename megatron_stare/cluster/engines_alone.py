@@ -27,8 +27,8 @@ class EnginesAlone(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of engines. The list is empty if there was no
-        choice."""
+        """Returns lines about the placement of engines. The list is empty if no placement was
+        planned."""
         ...
 
     def share(self, value: Any) -> Handle:
@@ -43,7 +43,7 @@ def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> Engine
     the engines start in Ray.
 
     Args:
-        tell: a function that gets a line of text before each start that takes seconds.
+        tell: a function that is called with a line of text before each start that takes seconds.
 
     Raises:
         UserError: an engine does not start or cannot be placed.
@@ -63,7 +63,8 @@ class FolderWeights(WeightStream):
 
     Args:
         folder: the folder to read, which is checked against `shape` tensor by tensor.
-        dtype: the dtype that the weights are cast to, as in a trainer with this dtype.
+        dtype: the dtype that the weights are cast to. A trainer with this dtype casts the weights
+            in the same way.
         bucket_bytes: size limit of a bucket. A tensor above the limit gets its own bucket.
         share: a function that stores a bucket for all engines.
 

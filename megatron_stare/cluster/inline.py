@@ -35,11 +35,11 @@ from megatron_stare.rollout.fleet.retries import RequestRule
 
 
 class InlineWorkers(Workers):
-    """Workers that are objects in this process. A handle is the result itself.
+    """Workers that are objects in this process. The handle of a call is the result of the call.
 
     Args:
-        make: a function that creates the worker with a given number again. If `make` is None, lost
-            workers cannot be replaced.
+        make: a function that creates a replacement for the worker with a given number. If `make` is
+            None, lost workers cannot be replaced.
     """
 
     def __init__(self, workers: Sequence[Any], make: Callable[[int], Any] | None = None) -> None:
@@ -96,7 +96,8 @@ def inline_engines(config: Config, sites: Sequence[Site] = ()) -> InlineWorkers:
     """Makes all engines of a run in this process.
 
     Args:
-        sites: the site of each engine. If `sites` is empty, all engines are in this process.
+        sites: the nodes of each replica. If `sites` is empty, every replica is on this machine
+            alone.
     """
 
     def make(number: int) -> EngineWorker:
@@ -114,7 +115,7 @@ class InlineRunner:
     one rank.
 
     Args:
-        tell: a function that gets a line of text before each start that takes seconds.
+        tell: a function that is called with a line of text before each start that takes seconds.
     """
 
     def __init__(self, run: ResolvedRun, tell: Callable[[str], None] = unsaid) -> None:

@@ -1,5 +1,5 @@
-"""Orders the ranks by their actual nodes and GPUs. Checks the nodes and GPUs of all processes
-against the plan, and formats the placement as a table."""
+"""Orders the ranks by the nodes and GPUs that their processes actually have. Checks the nodes and
+GPUs of all processes against the plan, and formats the placement as a table."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Spot:
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Returns the number of the process for each rank. The ranks follow the plan's order of nodes.
-    On each node, the ranks are ordered by the GPU index of each rank's process.
+    """Returns, for each rank, the index in `spots` of the process that becomes the rank. The ranks
+    follow the plan's order of nodes. On each node, the ranks are ordered by the GPU index of each
+    rank's process.
 
     Args:
         spots: the nodes and GPUs of the processes, in the order in which the processes were
@@ -85,7 +86,7 @@ def _named(plan: Plan, part: int) -> str:
 def _check_spot(
     what: str, gpus: int, planned: Node, spot: Spot, held: dict[tuple[str, str], str]
 ) -> None:
-    """Checks one process against the plan, and adds its GPUs to `held`."""
+    """Checks one process against the plan, and adds the process's GPUs to `held`."""
     if spot.node != planned.id:
         raise _elsewhere(f"{what} was to be on node {planned}, and is on {spot.node[:8]}")
     if spot.gpus is not None and len(spot.gpus) != gpus:
@@ -99,7 +100,7 @@ def _check_spot(
 
 def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
     """Returns the CUDA_VISIBLE_DEVICES of a replica part that shares the ranks' GPUs. Returns {}
-    for a part with its own GPUs, since Ray sets CUDA_VISIBLE_DEVICES."""
+    for a part with its own GPUs, since Ray sets the CUDA_VISIBLE_DEVICES of such a part."""
     gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

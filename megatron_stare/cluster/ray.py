@@ -93,8 +93,8 @@ def _node_id() -> str:
 
 
 class Actor:
-    """Hosts one worker in a Ray actor. `method` forwards any call, so that workers do not depend on
-    Ray."""
+    """Hosts one worker in a Ray actor. `method` forwards any call to the worker, so that the
+    worker's class does not depend on Ray."""
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -237,11 +237,11 @@ class RayPeers(Workers):
 
 
 class RayWorkers(RayPeers):
-    """Workers that each run in a Ray actor of their own. `close` ends the actors.
+    """Workers that each run in their own Ray actor. `close` ends the actors.
 
     Args:
-        makers: functions, one for each actor, that start the actor at its place. An actor's
-            function is called again to replace the actor.
+        makers: one function for each actor. The function starts the actor with the actor's
+            resources, and is called again to replace a lost actor.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
@@ -326,7 +326,8 @@ def get(
     Args:
         what: the name of the workers in error messages.
         timeout_s: longest wait for the next result, seconds.
-        on_done: a function that gets the number of each handle when the handle's call finishes.
+        on_done: a function that is called with the index of a handle when the handle's call
+            finishes.
     """
     number = {handle: i for i, handle in enumerate(handles)}
     with _worker_errors(what, timeout_s):

@@ -171,7 +171,7 @@ class RayRunner:
 
     Args:
         awaited: see reserve.
-        tell: a function that gets a line of text before each start that takes seconds.
+        tell: a function that is called with a line of text before each start that takes seconds.
     """
 
     def __init__(
@@ -236,8 +236,9 @@ class RayRunner:
         return pool
 
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
-        """Starts the actors of the ranks, then of the replicas, and then of the replicas' further
-        nodes. Checks that the actors are on the planned nodes and GPUs."""
+        """Starts the actors of the ranks, then the actors of the replicas' first nodes, and then
+        the actors of the replicas' further nodes. Checks that the actors are on the planned nodes
+        and GPUs."""
         settings = shared_environment(config)
         reserved, nodes = self._reserved, replica_nodes(config)
         parts = range(replica_count(config) * nodes)

@@ -1,4 +1,4 @@
-"""The driver's interface to all trainer ranks, an object with one method for each step of the
+"""The driver's interface to all trainer ranks. `TrainerGroup` has one method for each step of the
 algorithm."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 
 @dataclass(frozen=True)
 class StateProof:
-    """Numbers that characterise the state of all ranks. Ranks with the same state yield the same
-    numbers.
+    """Numbers that characterise the state of all ranks together. Two states that are equal yield
+    the same numbers.
 
     log_probs: for each policy's name, the log-probs of a canary batch in canonical order, [N],
         nats.
@@ -117,7 +117,8 @@ class TrainerGroup:
         """Context manager that profiles some ranks and writes their traces to the folder.
 
         Args:
-            note: a function that gets a message for every trace that could not be written.
+            note: a function that is called with a message for every trace that could not be
+                written.
         """
         workers = self._workers
         workers.wait([workers.start_on(rank, "begin_profile") for rank in ranks])
@@ -203,8 +204,8 @@ class TrainerGroup:
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """Returns the largest memory use of any rank, in 10^6 bytes. Leaves out values that a rank
-        does not know.
+        """Returns the largest memory use of any rank, in 10^6 bytes. Leaves out values that some
+        rank cannot measure.
 
         `peak_mb` is the peak since the last call, and `device_mb` is the current use.
         """
@@ -347,8 +348,8 @@ class Runner(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of ranks and engines. The list is empty if there was no
-        choice."""
+        """Returns lines about the placement of ranks and engines. The list is empty if no placement
+        was planned."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:

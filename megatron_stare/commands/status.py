@@ -44,7 +44,7 @@ class Status:
 
     state, host, beat_age_s: see liveness.Liveness.
     pid: process id of the driver on `host`.
-    process: the last state of the driver's process that the run's watcher saw: "running",
+    process: the state of the driver's process when the run's watcher last looked: "running",
         "stopped", ...
     phase, phase_s: the phase of the driver, and the seconds since the phase began.
     limit_s: seconds within which the phase must make progress.
@@ -56,7 +56,8 @@ class Status:
     planned: predicted and measured values of the run; see docs/planning.md.
     checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.
     starts: number of starts and resumes.
-    resumed_after, started: step after which the last start continued, and date of the last start.
+    resumed_after, started: the step from which the last start continued, and the date of the last
+        start.
     restarts, restart: number of automatic restarts after a process was lost, and reason of the last
         restart.
     alerts: alerts that are active after the newest step.
@@ -207,7 +208,8 @@ def _evaluations(run: RunRecord) -> list[Evaluation]:
 
 
 def _alerts(run: RunRecord) -> list[Alert]:
-    """Returns the active alerts. Repeats the checks, since a run does not store its alerts."""
+    """Returns the active alerts. Repeats the checks on the stored metrics, since a run does not
+    store its alerts."""
     watch = Watch(str(run.setting("model.dtype") or "float32"), sampled=not run.supervised)
     for row in run.metrics:
         metrics: dict[str, Any] = {key: value for key, value in row.items() if key != "step"}

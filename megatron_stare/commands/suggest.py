@@ -100,7 +100,7 @@ def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def _gain(rows: Sequence[Mapping[str, float]], side: str) -> float:
-    """Returns G+ for the side "plus", or G- for the side "minus", in nats per unit step. G+ and G-
+    """Returns G+ for the side "plus", and G- for the side "minus", in nats per unit step. G+ and G-
     are means over the steps."""
     selected = [
         -row[f"forecast/a_phi_{side}"] / row[TOKENS]

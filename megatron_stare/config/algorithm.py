@@ -1,7 +1,7 @@
 """The `algorithm` section is a union of the methods' settings, discriminated by `name`.
 
 A method's settings are the fields of its class, which may be a user's class. Method classes import
-torch, so reading a section imports torch. Importing this file does not import torch.
+torch, so reading the section `algorithm` imports torch. Importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AlgorithmConfig:
     """The method and its settings.
 
     name: a method's short name, or the dotted path of a user's class.
-    method: instance of the method's class. Its fields are the settings.
+    method: instance of the method's class. The fields of the instance are the settings.
     """
 
     name: str
@@ -37,7 +37,8 @@ class AlgorithmConfig:
 
     @property
     def supervised(self) -> bool:
-        """Tells whether the method learns from responses that others wrote; see Method."""
+        """Tells whether the method learns from given responses instead of sampled responses; see
+        Method."""
         return self.method.supervised
 
     def settings(self) -> dict[str, Any]:

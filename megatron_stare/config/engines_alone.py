@@ -1,4 +1,4 @@
-"""Configuration of engines that run without a trainer on the same GPUs."""
+"""Configuration of engines that do not share GPUs with a trainer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OF_SERVERS = ("sglang",)
 
 
 def engines_alone(config: Config, folder: str | None = None) -> Config:
-    """Returns a configuration without colocation and without routing replay, which only a trainer
-    needs.
+    """Returns a configuration without colocation and without routing replay, since both need a
+    trainer.
 
     Args:
         folder: Hugging Face folder that replaces model.path, so that tokenizer and stop tokens

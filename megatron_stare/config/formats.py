@@ -61,7 +61,8 @@ def _servers_that_are_used(config: Tree) -> Tree:
 
 def _cache_of_the_device(config: Tree) -> Tree:
     """Removes cache_tokens if its value is the default of format 2, which was meant for CPU
-    servers. The default of cache_tokens is now null, which means the same size on a CPU."""
+    servers. The default of cache_tokens is now null. On a CPU, null means the same size as the
+    former default."""
     sglang = config.get("sglang", {})
     if sglang.get("cache_tokens") != FORMER_CACHE_TOKENS:
         return config
@@ -78,7 +79,7 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 def with_new_names(config: Tree) -> Tree:
     """Moves every section of RENAMED to its new name, and the settings of `services` to their
-    sinks. Adds no new section for a former section that the configuration lacks."""
+    sinks. Adds a new section only if the configuration has the former section."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -95,8 +96,8 @@ def with_new_names(config: Tree) -> Tree:
 
 
 def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
-    """Returns the entry of a sink. The entry has the sink's settings in the former section
-    `services` that differ from the defaults."""
+    """Returns the entry of a sink. From the former section `services`, the entry takes the settings
+    of this sink whose values differ from the defaults."""
     settings = {
         setting: services[former]
         for former, (sink, setting, default) in SERVICES.items()
@@ -147,8 +148,8 @@ class Upgrade:
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """Adds empty digests of prompt inputs. Format 3 recorded neither the tokenizer and the chat
-    template nor the checksums of checkpoints."""
+    """Adds empty digests of prompt inputs. Format 3 recorded no tokenizer, no chat template and no
+    checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 

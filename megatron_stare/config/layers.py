@@ -1,8 +1,10 @@
-"""Builds a configuration from layers. The files in `defaults` are the lowest layers. The file
-itself is the next layer, and the overrides of the command line are the highest layers.
+"""Builds a configuration from layers. The files that a configuration file lists in `defaults` are
+the lowest layers. The configuration file itself is the next layer, and the overrides of the command
+line are the highest layers.
 
-Sections are merged key by key, and the upper layer wins. As an exception, a layer that names
-another method or extension discards the settings of the previous method or extension.
+Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
+As an exception, a layer that names another method or extension discards the settings of the
+previous method or extension.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def read_layers(path: str | Path) -> list[Layer]:
     """Returns the layers of a file, lowest first and the file itself last.
 
     A layer that is named twice keeps its first position. A base file that two layers share is
-    therefore applied once, and does not undo the changes of the first layer.
+    therefore applied once, and does not undo the changes that the first of these layers makes.
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, or includes itself. The message

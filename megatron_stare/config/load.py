@@ -58,8 +58,8 @@ def load_config(
         source: a file, the name of a configuration that ships with the package, or the sections
             themselves. The files that a shipped configuration names are found from any folder.
         overrides: settings above all layers. Paths in overrides are relative to the current folder.
-        before_method: a function that is called after everything but the method is checked. Reading
-            the method then imports torch.
+        before_method: a function that is called when everything except the method has been checked.
+            The method is read after the call; reading the method imports torch.
         beneath: layers beneath the layers of `source`, lowest first.
 
     Raises:
@@ -216,8 +216,9 @@ _ELSEWHERE = {
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Returns the dotted setting that corresponds to this name in another trainer. If there is no
-    such setting, returns the settings of this name in all sections."""
+    """Returns the dotted settings that a user may mean by `name`. If `name` is a setting of another
+    trainer, returns the corresponding setting. Otherwise returns the settings called `name` in all
+    sections."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
     return _having(name, Config)
@@ -247,8 +248,9 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """Returns the source of the last layer that sets the faulty setting.
 
     Several layers may set a whole section. If the fault is in a whole section, returns the source
-    of the last layer that causes the error. The layers below such a layer, merged alone, do not
-    have the error. Returns the top file if no layer sets the faulty setting.
+    of the last layer that causes the error. A layer causes the error if the layers below this
+    layer, when merged, do not have the error. Returns the top file if no layer sets the faulty
+    setting.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

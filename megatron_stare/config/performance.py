@@ -240,14 +240,15 @@ def _reason(
 
 
 def _delivers_wrong_chunks(config: Config) -> bool:
-    """Tells whether batched exchanges would deliver the wrong chunk's tensors."""
+    """Tells whether batched exchanges between pipeline stages would deliver the tensors of the
+    wrong model chunk."""
     return config.parallel.pipeline == 2 and config.parallel.virtual_pipeline > 1
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Returns the values of the fields that FEATURES sets in one of Megatron's configurations,
-    whether the features are on or off. A feature at null counts as off, because `chosen` has
-    already turned on the features to use."""
+    """Returns values for all fields of one of Megatron's configurations that a feature of FEATURES
+    can set, including the fields of features that are off. A feature at null counts as off, because
+    `chosen` has already turned on the features to use."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -260,8 +261,9 @@ def connections(config: Config) -> int | None:
     """Returns the number of hardware queues that CUDA gives a trainer rank, or None for CUDA's own
     choice.
 
-    Ranks that exchange activations inside a layer have one queue, in which a transfer starts before
-    the product that was launched after it. Megatron's own launcher requires this.
+    Ranks that exchange activations inside a layer get one queue. In one queue, a transfer starts
+    before every matrix product that was launched after the transfer. Megatron's own launcher
+    requires one queue for such ranks.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections
@@ -402,8 +404,8 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 def hints(config: Config) -> list[str]:
     """Returns lines for --dry-run, one for each setting that is off on this process's device. A
-    line gives the reason, and the way to turn the setting on. If a setting is not offered, the line
-    gives only the reason."""
+    line gives the reason, and the way to turn the setting on. Further lines name the settings that
+    are not offered, with the reason only."""
     lines = [
         f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
         for name, reason in reasons(config).items()

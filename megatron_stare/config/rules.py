@@ -229,8 +229,8 @@ def check_moe(config: Config, shape: ModelShape) -> None:
 
 
 def check_device(config: Config, *, experts: bool) -> None:
-    """Raises ConfigError for settings that do not train, or do not train correctly, on the device
-    of this process.
+    """Raises ConfigError for settings with which training fails, or computes wrong results, on the
+    device of this process.
 
     Args:
         experts: whether the model is a mixture of experts.

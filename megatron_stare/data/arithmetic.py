@@ -2,9 +2,9 @@
 sums. Problems are generated when needed and never stored.
 
 Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
-split, so training and held-out problems never overlap. Rollouts use `ArithmeticPrompts`. A
-supervised warm-up on demonstrations makes the starting model of the quickstart. The tokenizer of
-this model uses `ALPHABET`.
+split, so training and held-out problems never overlap. Rollouts use `ArithmeticPrompts`. The
+starting model of the quickstart was trained on demonstrations in a supervised warm-up. The
+tokenizer of this model uses `ALPHABET`.
 """
 
 from __future__ import annotations

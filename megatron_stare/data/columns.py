@@ -50,7 +50,7 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 
     Raises:
         DataError: the file does not exist, has an unknown format or no rows, or no column is
-            suitable. In the last case the message lists the columns of the file.
+            suitable. If no column is suitable, the message lists the columns of the file.
     """
     if not path.startswith(HUB) and Path(path).suffix not in FORMATS:
         raise DataError(

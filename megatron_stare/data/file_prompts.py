@@ -33,7 +33,7 @@ class _Part:
     weight: integer weight of the file; see `whole_weights`.
     records: records of the file that can be taken.
     taken: number of records taken so far.
-    pass_: number of the pass over the file for which `order` was computed.
+    pass_: number of the current pass over the file; `order` is the order of this pass.
     """
 
     file: MixtureFile
@@ -114,8 +114,8 @@ class FilePrompts:
         return True
 
     def _without_repeats(self, records: list[Record]) -> list[Record]:
-        """Returns the records without repeats. Two records are the same if they have the same
-        prompt tokens and the same answer; the first of them stays."""
+        """Returns the records without repeats. Two records are repeats if they have the same prompt
+        tokens and the same answer. The first of several repeats stays."""
         first: dict[tuple[tuple[int, ...], str], Record] = {}
         for record in records:
             first.setdefault(
@@ -185,7 +185,7 @@ class FilePrompts:
 
     def state(self) -> dict[str, int]:
         """Returns the number of prompts taken since the run began, the checksum of the files, and
-        the mixing rule."""
+        for several files the mixing rule."""
         state = {"cursor": self._cursor, "checksum": self._checksum}
         return state | {"by_deadline": int(self._by_deadline)} if len(self._parts) > 1 else state
 
@@ -219,7 +219,9 @@ class FilePrompts:
         have given fewer prompts than their share after c = cursor + 1 prompts. The candidate whose
         next prompt has the earliest deadline is chosen. If several candidates have the earliest
         deadline, the first one is chosen. This rule keeps every file less than one prompt away from
-        its share (Baruah et al., Proportionate Progress, Algorithmica 15, 1996).
+        its share (Baruah et al., Proportionate Progress, Algorithmica 15, 1996). A resumed run of
+        an earlier release keeps the earlier rule, which chooses the file that is furthest below its
+        share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

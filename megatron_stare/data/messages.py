@@ -41,7 +41,8 @@ class Rendered(NamedTuple):
     """Tokens of a conversation.
 
     ids: [n] token ids.
-    mask: [n] True for tokens that the assistant wrote, including the tokens that end its turns.
+    mask: [n] True for tokens that the assistant wrote, including the tokens that end the
+        assistant's turns.
     """
 
     ids: list[int]
@@ -196,8 +197,8 @@ class Conversations:
 
     `dropped` counts the rows that were left out, by reason. `remarks` reports the numbers of
     conversations, tokens and loss tokens. `ends` contains the special tokens that end the
-    assistant's turns. A policy that was trained on these tokens must stop sampling at them
-    (`driver/session.py`).
+    assistant's turns. A response of a policy that was trained on these special tokens must end at
+    such a token (`driver/session.py`).
 
     Args:
         config: the run's configuration.

@@ -135,8 +135,8 @@ class PromptQueue:
     `give_back` returns to the queue are taken next. The queue skips the prompts that `leave_out`
     marked.
 
-    The queue's state is the state of the source before the first unused prompt. Prompts that wait
-    in the queue are therefore not saved.
+    The queue's state is the state of the source before the first unused prompt. The waiting prompts
+    of the queue are therefore not saved: after a restore, the source yields them again.
     """
 
     def __init__(self, source: PromptSource) -> None:

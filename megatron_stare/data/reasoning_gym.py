@@ -35,7 +35,8 @@ class Problem:
 
 
 class ReasoningGym(GeneratedPrompts):
-    """A PromptSource of one task of the package `reasoning-gym`. A task has endless questions.
+    """A PromptSource of one task of the package `reasoning-gym`. A task can generate any number of
+    questions.
 
     Settings:
         dataset: name of the task, such as `chain_sum`.

@@ -1,2 +1,2 @@
-"""Repeats steps of a run with one cause changed at a time, and names the cause that explains the
-record (`megatron-stare bisect`)."""
+"""Repeats steps of a run, unchanged and with one change at a time, and names the cause that
+explains the recorded metrics (`megatron-stare bisect`)."""

@@ -56,8 +56,8 @@ def run_command(args: argparse.Namespace) -> int:
     """Repeats the steps and prints the explanation.
 
     Returns:
-        0 if the record matches the configuration, or 1 if a cause is named or the record cannot be
-        explained.
+        0 if the record matches the configuration. 1 if the bisection names a cause or cannot
+        explain the record.
 
     Raises:
         UserError: the run cannot be bisected between these steps.

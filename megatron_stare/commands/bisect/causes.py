@@ -1,5 +1,5 @@
-"""Possible causes of a run's record that does not match the run's configuration, and the changes
-that simulate these causes.
+"""Possible causes of a mismatch between a run's recorded metrics and the run's configuration, and
+the changes that simulate these causes.
 
 A change may replace a method's gate, draws or importance correction. The change is applied to the
 method object after preflight, so that the rest of the run stays the same. A changed method is
@@ -37,13 +37,13 @@ CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a cause.
+    """A change that simulates a cause in a re-run.
 
     name: the name of the change, and of the folder of its re-run.
     says: a description of the change, for messages.
     settings: settings by dotted key, which replace the run's settings in the re-run.
     method: a function that changes the method after the configuration is checked, or None.
-    harmless: true if the change affects the first step of a correct run only by rounding.
+    harmless: true if the change alters the first step of a correct run by no more than rounding.
     """
 
     name: str
@@ -95,7 +95,7 @@ def contradictions(
 ) -> dict[str, str]:
     """Returns contradictions between the record and the configuration, by cause.
 
-    Repeated steps do not reveal a contradiction, since a repeated step contradicts the
+    Repeating the steps does not reveal a contradiction, since the repeated steps contradict the
     configuration in the same way.
 
     Args:
@@ -229,7 +229,7 @@ class ChangedRun(ResolvedRun):
 
 
 class _HeldGate:
-    """Mixin that holds the gate at `held`, independent of the entropy."""
+    """Mixin that holds the gate at `held`, whatever the entropy is."""
 
     held: float
 
@@ -250,8 +250,8 @@ class _ClosedGate(_HeldGate):
 
 
 class _DrawsByPlace:
-    """Mixin that draws by a token's position in a rank's batch, so that draws depend on the
-    layout."""
+    """Mixin that seeds the draw of a token by the token's position in the batch of its rank, so
+    that draws depend on the layout."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
         return uniform(

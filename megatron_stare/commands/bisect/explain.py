@@ -3,7 +3,7 @@ every step.
 
 `explain` answers three questions in this order. Do the repeated unchanged steps reproduce the
 record? If the unchanged steps do not reproduce the record, does a change reproduce more steps bit
-for bit, or bring every figure that differs back to the record? Does a harmless change, such as
+for bit, or make every differing figure agree with the record? Does a harmless change, such as
 another layout, affect the first step by more than rounding, or does the record contradict the
 configuration?
 """
@@ -124,7 +124,7 @@ def explain(
         before: metrics of earlier steps of the run, used with `record` to estimate noise.
         record: metrics of the steps in question.
         remade: the re-runs of the same steps. The unchanged re-run comes first.
-        left_out: causes without a change.
+        left_out: causes for which no change applies to this run.
         exact: true if unchanged steps must reproduce the record bit for bit.
         dtype: the dtype of the trained model.
         contradicted: contradictions between record and configuration, by cause.
@@ -194,8 +194,8 @@ def explain(
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Tells whether the re-run with a change reproduces all figures of the run's record, including
-    the figures in `departs`. The unchanged re-run does not reproduce the figures in `departs`."""
+    """Tells whether the re-run with a change reproduces all figures of the run's record. `departs`
+    names the figures that the unchanged re-run does not reproduce."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:

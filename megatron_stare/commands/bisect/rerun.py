@@ -1,5 +1,5 @@
-"""Repeats steps of a run from a checkpoint, in a separate folder and process. Only reads the
-run."""
+"""Repeats steps of a run from a checkpoint, in a separate folder and process. Does not change the
+folder of the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
     """Makes a run directory that continues from another run's checkpoint. The new run directory
-    links to the checkpoint's files, because these files are never written to.
+    shares the checkpoint's files through hard links, because no process writes to these files.
 
     Args:
         settings: settings by dotted key, which replace the run's settings. The value None means the

@@ -2,5 +2,5 @@
 (`megatron-stare doctor`).
 
 `facts.py` and `node_probe.py` collect facts. `checks_*.py` mostly judge these facts. `examine.py`
-runs both.
+runs the collection and the checks.
 """

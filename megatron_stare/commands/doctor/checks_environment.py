@@ -48,8 +48,8 @@ def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = (
 
 
 def _performance(facts: Facts, config: Config) -> list[Finding]:
-    """Lists the settings of `performance` that are on, and the settings that are off with the
-    reason. Returns [] for a machine without GPUs."""
+    """Lists the settings of `performance` that are on. Also lists the settings that are off, with
+    the reason for each. Returns [] for a machine without GPUs."""
     if not facts.gpus:
         return []
     has = {"cuda"}
@@ -93,10 +93,10 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 
 def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
     """Compares the run's value of a variable in AGREED with the shell's value. The two values must
-    agree for servers that the run only attaches to.
+    agree if the run attaches to servers that it did not start.
 
-    Processes that the run starts get the run's value of the variable. A server that the run only
-    attaches to has the shell's value of the variable.
+    Processes that the run starts get the run's value of the variable. A server that the run did not
+    start is assumed to have the shell's value of the variable.
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:
@@ -226,7 +226,7 @@ def _cache(shell: Mapping[str, str]) -> Finding:
 
 def check_timeouts(config: Config) -> Finding:
     """Checks the timeout of collectives, which is the time until a hanging rank is noticed. The
-    timeout may be shorter than a rollout, since ranks are in no collective during a rollout; see
+    timeout may be shorter than a rollout, since ranks run no collective during a rollout; see
     docs/cluster.md."""
     seconds = config.faults.requests.collective_limit(config.runtime.timeout_s)
     if seconds > COLLECTIVE_S:

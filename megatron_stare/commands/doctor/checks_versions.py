@@ -80,9 +80,9 @@ def _python(versions: Mapping[str, str]) -> Finding:
 
 
 def _megatron(versions: Mapping[str, str]) -> Finding:
-    """Checks that megatron-core is the newest supported release for the installed Python. If no
-    other Python has a newer supported release, the returned finding names the parts that were not
-    tested with the release."""
+    """Checks that megatron-core is the newest supported release for the installed Python. If the
+    installed release is the newest of all supported releases, the returned finding names the parts
+    that were not tested with the release."""
     older, newest = MEGATRON.values()
     python = _numbers(versions["python"])[:2]
     if python > PYTHONS[1]:  # reported by `_python`

@@ -211,7 +211,7 @@ def _shared_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FolderSeen:
-    """Capabilities of a folder.
+    """Capabilities of a folder, measured by a test.
 
     renames: true if a renamed folder appears under its new name at once.
     locks: true if a second process cannot take a lock that another process holds.

@@ -61,7 +61,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Evaluates and prints the results. Returns the exit code. Raises UserError."""
+    """Evaluates the checkpoint and prints the results. Returns the exit code. Raises UserError."""
     kept = "interrupted; what was answered is kept, and the same command goes on with it"
 
     def evaluate(interruption: Interruption) -> int:

@@ -3,11 +3,11 @@ and the results.
 
     evaluation.json   checkpoint, tasks, decoding and seeds
     config.yaml       the resolved configuration
-    responses.jsonl   one line per verified response, written as it arrives
+    responses.jsonl   one line per verified response, written when the response arrives
     problems.jsonl    one line per problem
     results.json      the record of every finished task
     heartbeat.json    progress of the evaluation
-    blackbox/         bundle written if it hangs (docs/black_box.md)
+    blackbox/         bundle written if the evaluation hangs (docs/black_box.md)
 
 After a kill, the same command resumes the evaluation from the folder. The folder contains only
 complete responses.
@@ -39,8 +39,8 @@ class EvaluationFolder:
 
     Args:
         what: the values that responses depend on, by name. The entry `tasks` has one entry per
-            task. A folder accepts only responses that were sampled with equal values, but tasks may
-            be added.
+            task. A folder accepts only responses that were sampled with equal values. A later
+            evaluation may add tasks.
         config: the resolved configuration as YAML.
 
     Raises:

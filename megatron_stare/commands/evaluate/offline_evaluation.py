@@ -96,8 +96,8 @@ class Opened:
     evaluations: dict[str, Evaluation]
 
     def what(self) -> dict[str, Any]:
-        """Returns all values that a response depends on, except for the engine's release and
-        rounding."""
+        """Returns all values that a response depends on, except for the release of the engine and
+        the effects of rounding."""
         config = self.config
         return {
             "checkpoint": self.checkpoint.identity(),
@@ -219,7 +219,7 @@ class _Missing:
 
 
 def _missing(folder: EvaluationFolder, name: str, evaluation: Evaluation) -> _Missing:
-    """Counts the responses that a task needs, and the needed responses that the folder lacks."""
+    """Counts the responses that a task needs, and how many of these responses the folder lacks."""
     task = evaluation.task
     wanted = left = 0
     for greedy, samples in ((False, task.samples), (True, int(task.config.eval.greedy))):

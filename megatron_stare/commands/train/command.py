@@ -1,8 +1,8 @@
 """Defines the commands `megatron-stare train` and `megatron-stare sft`, and the arguments of both.
 Imports torch only when a command runs.
 
-The command `sft` is `train` with other defaults. With the defaults of `sft`, the method learns from
-conversations, and no responses are sampled.
+The command `sft` is `train` with other defaults. With these other defaults, the method learns from
+conversations, and the run samples no responses.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _typed(
     last override, and the options after the overrides.
 
     Args:
-        run_dir: a run directory that is given instead of the run's own run directory.
+        run_dir: a run directory that the caller adds to the words. If `run_dir` is given, the words
+            contain no override of `run.dir`.
     """
     program = PROGRAM
     if Path(sys.argv[0]).name == program and shutil.which(program) is None:
