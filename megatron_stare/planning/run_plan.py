@@ -231,8 +231,8 @@ class Plan:
         """Bytes of KV cache that one rank of a server needs to hold all responses of a round of
         partial rollouts.
 
-        If the KV cache is smaller, the servers decode only some of the responses at a time. The
-        value is None if partial rollouts are off or no servers run on GPUs.
+        If the KV cache is smaller than these bytes, the servers decode only some of the responses
+        at a time. The value is None if partial rollouts are off or no servers run on GPUs.
         """
         if self.served is None or (flow := self.step.partial) is None:
             return None

@@ -8,8 +8,8 @@ the tokens of L-. The suggested weights are the weights nearest to 1 that satisf
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
 
 with W in [1, AMPLIFY_MAX] and M in [ATTENUATE_MIN, 1]. If no weights in these ranges compensate for
-P, the nearest weights are suggested. If G+ is also too near 0 to tell its sign, the suggestion is W
-= AMPLIFY_MAX, because a large W may help. benchmarks/laboratory/held_out.py compares the
+P, the nearest weights are suggested. If G+ is also too near 0 to tell its sign, AMPLIFY_MAX is
+suggested for W, because a large W may help. benchmarks/laboratory/held_out.py compares the
 suggestions with a sweep.
 """
 

@@ -436,7 +436,7 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 def makes_steps(grace_s: float | None) -> None:
     """Declares that the run makes training steps. After this call, signals raise KeyboardInterrupt
-    only when the run is between two whole steps.
+    only while the run's last step is complete and the next step has not changed the run's state.
 
     Args:
         grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: the run
@@ -476,8 +476,8 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if a signal or --stop-after ends the run, and the run's last step is
-    complete."""
+    """Returns True if a signal or --stop-after ends the run, and the run's state is the state after
+    a whole step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 

@@ -2,8 +2,8 @@
 restart in the run directory.
 
 The driver uses this module to reopen a run after losing a worker. The supervisor (supervision.py)
-uses this module to restart the driver. The supervisor must stay small, so this module must not
-import libraries for computing, such as torch.
+uses this module to restart the driver. This module must therefore not import torch or other
+libraries for the computation of a run.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) call `set
 before any of their code runs. Trainer ranks, engines, tools, benchmarks, and servers that load this
 project's plug-in therefore fix MKL's choice of kernels before torch starts a thread. MKL keeps the
 choice of kernels in the process's memory. A forked child inherits the choice. A spawned child
-imports the package again, which calls `settle` again. A second call of `settle` costs microseconds.
+imports the package, and the import calls `settle`. A second call of `settle` costs microseconds.
 
 Remove this module once torch's wheels contain oneMKL 2025.0 or newer, or once this project pins a
 torch release that closes issue 188792.

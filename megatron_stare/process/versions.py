@@ -3,8 +3,8 @@ package, and the device.
 
 If two runs have the same parallel layout and equal results of `computes_on`, the runs compute
 bit-equal numbers. The last bits of a number depend only on the layout and on the contents of
-`computes_on`'s result. Torch is imported only inside functions, because the command `doctor` must
-also run without torch.
+`computes_on`'s result. Torch is imported only inside functions, because the command `doctor` may
+run in an environment without torch.
 """
 
 from __future__ import annotations
