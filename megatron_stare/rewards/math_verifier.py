@@ -73,9 +73,9 @@ failure would look like a policy that never learns."""
 def verify(response: str, answer: str) -> float:
     r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
-    This function sets no time limit. math-verify's own time limit uses signal.alarm, which raises
-    an error outside the main thread; every answer would be graded wrong. The reward pool's
-    wall-clock limit bounds the call instead.
+    This function sets no time limit. math-verify's own time limit uses signal.alarm. Outside the
+    main thread, signal.alarm raises an error, and every answer would then be graded wrong. The
+    reward pool's wall-clock limit bounds the call instead.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))

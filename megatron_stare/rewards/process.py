@@ -2,9 +2,9 @@
 Defines the message format of both ends.
 
 `rewards/verifier_pool.py` decides which messages to send to the process and when to kill the
-process. The process runs `rewards/worker.py`. The verifier process is a plain subprocess.
-multiprocessing would import the parent's __main__ module again, which may be a console script, a
-Ray worker or pytest.
+process. The process runs `rewards/worker.py`. The verifier process is a plain subprocess, because
+multiprocessing would import the parent's __main__ module again. The parent's __main__ module may be
+a console script, a Ray worker or pytest.
 
 Messages are JSON with a length prefix. A worker processes text that a model wrote, so the parent
 must not execute anything that a worker sends back. The messages are therefore not pickled. This
