@@ -24,12 +24,12 @@ class Sizes:
 
     @property
     def largest(self) -> float:
-        """Largest difference; NaN if any difference is NaN."""
+        """Largest absolute difference; NaN if any difference is NaN."""
         return math.nan if self.not_numbers else self.largest_number
 
     @property
     def mean(self) -> float:
-        """Mean difference; NaN if any difference is NaN."""
+        """Mean absolute difference; NaN if any difference is NaN."""
         return math.nan if self.not_numbers else self.mean_number
 
 

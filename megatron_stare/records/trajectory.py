@@ -102,8 +102,9 @@ class Trajectory:
 
     @property
     def judged(self) -> bool:
-        """Tells whether the trajectory has a reward that can be compared with other rewards. A
-        timeout of the verifier gives reward 0, or no reward if the verifier is a server."""
+        """Tells whether the trajectory has a reward that can be compared with other rewards. After
+        a timeout of the verifier the reward is 0. If the verifier is a server, a timeout gives no
+        reward."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property

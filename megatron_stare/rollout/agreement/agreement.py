@@ -110,7 +110,8 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
     position and by weight age in steps.
 
     Args:
-        step: step of the rollout. Tokens that the weights of the previous step sampled have age 1.
+        step: step of the rollout. Tokens that were sampled with the weights of the previous step
+            have age 1.
     """
     if not difference.everywhere.tokens:
         return {}

@@ -162,7 +162,7 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 def growing_cache(config: object) -> DynamicCache:
     """Makes an empty cache for a model with this config. New keys and values are written into the
     cache in place; transformers' own cache copies itself at every token. Sliding-window layers and
-    other special layers are not replaced."""
+    other special layers keep the cache of transformers."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers

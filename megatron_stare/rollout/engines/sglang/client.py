@@ -243,10 +243,10 @@ class SGLangClient:
         )
 
     async def release_memory(self, parts: Collection[str]) -> None:
-        """Releases weights or cache, if the server was started with --enable-memory-saver (CUDA
-        only). A server without --enable-memory-saver, such as a CPU server, accepts the call but
-        releases no memory. Releasing the cache drops the prefix cache. Releasing weights or cache
-        crashes the server if a request is in flight."""
+        """Releases the given parts of MEMORY (weights, cache). The server must have been started
+        with --enable-memory-saver (CUDA only). A server without --enable-memory-saver, such as a
+        CPU server, accepts the call but releases no memory. Releasing the cache drops the prefix
+        cache. Releasing any part crashes the server if a request is in flight."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
