@@ -1,5 +1,5 @@
-"""Finds the object that a configuration names. The name is a short name of this package, or a path
-to a user's own object. The module does not import torch."""
+"""Finds the object that a configuration names. The configuration contains a short name that this
+package defines, or a path to a user's own object. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ MOVED = {
 class Extension:
     """An extension, either built in or a user's own, with its name and settings.
 
-    In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are
-    parameters of the function or class that the extension names; see `settings_of`.
+    In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are the
+    keyword-only parameters of the function or class that the extension names; see `settings_of`.
 
     name: a short name, or a path for `resolve`.
     settings: unchecked settings.
@@ -168,14 +168,14 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     """Returns the object called `name`.
 
     Args:
-        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`. A module
-            may also be named by a former path that MOVED lists.
+        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`. The
+            former path of a module that MOVED lists is accepted too.
         known: dotted paths by short name.
         where: configuration key that error messages name.
 
     Raises:
-        ConfigError: the name is unknown, or the import fails. The error suggests a known name, or
-            names the failing line.
+        ConfigError: the name is unknown, or the import fails. The error for an unknown name
+            suggests a known name. The error for a failed import names the line that failed.
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and name not in known:
@@ -198,8 +198,8 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def _imported_file(path: str, where: str) -> ModuleType:
-    """Imports a file as a module, once per process. The module's name cannot occur in an import
-    statement, so the module shadows no other module."""
+    """Imports a file as a module, once per process. The module's name is not a valid name for an
+    import statement, so the module cannot shadow another module."""
     file = Path(path).expanduser().resolve()
     name = f"file:{file}"
     if name in sys.modules:

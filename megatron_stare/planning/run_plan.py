@@ -1,8 +1,8 @@
 """Makes the plan of a run, as text or as JSON. The plan contains the memory, the times of a step,
-and similar layouts that fit.
+and similar layouts that fit into the GPUs' memory.
 
-This module imports torch and Megatron. command.py must be able to add its arguments without these
-imports.
+This module imports torch and Megatron. Adding the command's arguments (command.py) must not import
+torch or Megatron.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def bar(budget: Budget, phase: str) -> str:
-    """Draws a phase's memory as a bar with one letter per item. If the phase needs more than the
-    GPU's capacity, letters for the additional memory follow after the bar's closing bracket."""
+    """Draws a phase's memory as a bar with one letter per item. If the phase needs more memory than
+    the GPU has, the bar continues after its closing bracket."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH
@@ -195,8 +195,8 @@ class Site:
 class Plan:
     """The plan of a run.
 
-    budgets: memory of the first rank of each pipeline stage.
-    served: memory of a server's rank; None: the run starts no servers on GPUs.
+    budgets: memory budgets, one for the first rank of each pipeline stage.
+    served: memory of one rank of a server; None: the run starts no servers on GPUs.
     searched, fitting: number of layouts that were tried, and number of tried layouts that fit.
     nearest: layouts that fit and are nearest to the run's own layout, each with its predicted step.
     took: seconds that planning took.
@@ -228,11 +228,11 @@ class Plan:
 
     @property
     def growing_cache(self) -> float | None:
-        """Bytes of KV cache that a server's rank needs for all responses of a round of partial
-        rollouts.
+        """Bytes of KV cache that one rank of a server needs to hold all responses of a round of
+        partial rollouts.
 
-        If these bytes exceed the KV cache, the servers decode only some of the responses at a time.
-        The value is None if partial rollouts are off or no servers run on GPUs.
+        If the KV cache is smaller than these bytes, the servers decode only some of the responses
+        at a time. The value is None if partial rollouts are off or no servers run on GPUs.
         """
         if self.served is None or (flow := self.step.partial) is None:
             return None
@@ -340,8 +340,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def for_launch(plan: Plan) -> str:
     """Returns the values that a launch script needs, with one name and value per line. `nodes` is
-    the number of nodes. A launch script must tell a run to save `grace_s` seconds before the run's
-    time limit. Each setting of the layout has a `layout` line.
+    the number of nodes. `grace_s` is a number of seconds: a launch script must make the run save
+    its state this long before the run's time limit. Each setting of the layout is on its own line,
+    which starts with `layout`.
 
     `grace_s` includes the time of two steps, because a step with dynamic sampling may take several
     rounds and may therefore last longer than predicted. Raises UserError if the run does not fit
@@ -361,7 +362,7 @@ def for_launch(plan: Plan) -> str:
 
 
 def days(plan: Plan) -> float:
-    """Returns the days until the run's last step. The days include the time of checkpoints if
+    """Returns the duration of the run in days. The duration includes the time of checkpoints if
     training waits for checkpoints."""
     config = plan.run.config
     every = config.run.checkpoint_every
@@ -370,8 +371,8 @@ def days(plan: Plan) -> float:
 
 
 def _different(found: list[Candidate]) -> list[Candidate]:
-    """Returns the nearest candidate for each combination of layout and recomputation. The run's own
-    layout is left out."""
+    """Returns one candidate for each combination of layout and recomputation: the candidate nearest
+    to the run's own layout. The run's own layout is left out."""
     first: dict[str, Candidate] = {}
     for each in found:
         if each.distance:

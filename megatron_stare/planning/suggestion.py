@@ -8,8 +8,9 @@ the tokens of L-. The suggested weights are the weights nearest to 1 that satisf
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
 
 with W in [1, AMPLIFY_MAX] and M in [ATTENUATE_MIN, 1]. If no weights in these ranges compensate for
-P, and G+ is too near 0 to tell its sign, W is AMPLIFY_MAX, which may help.
-benchmarks/laboratory/held_out.py compares the suggestions with a sweep.
+P, the nearest weights are suggested. If G+ is also too near 0 to tell its sign, AMPLIFY_MAX is
+suggested for W, because a large W may help. benchmarks/laboratory/held_out.py compares the
+suggestions with a sweep.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings of STARE's variant C2, and one sentence per reason.
+    """Suggested settings of STARE's variant C2, and the reasons for the settings, one sentence
+    each.
 
     holds: whether the forecast entropy change with these weights is at least 0.
     """
@@ -53,7 +55,7 @@ class Suggestion:
 
 
 def suggest(facts: Facts) -> Suggestion:
-    """Returns the settings that the first steps of a run suggest."""
+    """Suggests settings from the facts about the first steps of a run."""
     target = TARGET_SHARE * facts.entropy
     reasons = [
         f"the target is {TARGET_SHARE:.0%} of the {facts.entropy:.3g} nats at the start:"
@@ -98,8 +100,8 @@ def suggest(facts: Facts) -> Suggestion:
 
 
 def _nearest(plus: float, minus: float, demand: float) -> tuple[float, float]:
-    """Returns the W and M nearest to 1 that meet the demand. If no W and M within the bounds meet
-    the demand, returns the W and M that come closest.
+    """Returns the W and M nearest to 1 for which (W - 1) G+ + (M - 1) G- equals `demand`. If no W
+    and M within the bounds reach `demand`, returns the W and M that come closest.
 
     Args:
         plus: G+, at least 0.

@@ -1,17 +1,17 @@
 """Ends a command in an orderly way after a signal. The main thread receives the signal, and the
-driver's thread stops at its next poll.
+driver's thread stops when it next polls for signals.
 
-`on_driver_thread` runs a command on a separate thread. A signal raises no exception immediately.
-The main thread records the signal, and the driver's thread raises KeyboardInterrupt at its next
-`poll`. Between polls, a signal raises no exception. A signal is therefore not lost in a destructor,
-in library code that holds a lock, or while Ray starts. A signal also does not interrupt the
-shutdown of processes.
+`on_driver_thread` runs a command on a separate thread. The main thread only records a signal. The
+driver's thread raises KeyboardInterrupt at its next `poll`. No exception is raised between polls.
+KeyboardInterrupt is therefore never lost in a destructor, in library code that holds a lock, or
+while Ray starts. A signal also does not interrupt the shutdown of processes.
 
-While a run makes steps, the first SIGINT or SIGTERM ends the run after the current update, so that
-the run's last whole step can be saved. While responses are sampled, the first SIGINT or SIGTERM
-ends the run immediately. SIGUSR1 ends the run after the step. Once the time limit `grace_s` (see
-`makes_steps`) is over, the run ends at its next poll, whatever the run is doing. A second Ctrl-C
-immediately ends the process and all processes that the process started, without saving.
+While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update,
+and the run's last whole step can be saved. While responses are sampled, the first SIGINT or SIGTERM
+ends the run immediately. SIGUSR1 ends the run after the current step. If the run has not ended
+`grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its next poll,
+whatever the run is doing. A second Ctrl-C immediately ends the process and all processes that the
+process started, without saving.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LEAVE_BY_THEMSELVES = (
 
 @dataclass(frozen=True)
 class Standing:
-    """Progress that a run has made."""
+    """Progress of a run."""
 
     run_dir: Path
     step: int  # the last finished step; 0: none
@@ -70,8 +70,8 @@ class Standing:
 
 
 class Interruption:
-    """State of a command that a signal may end: the signal, if any, and the points at which the
-    command may end.
+    """State of a command that a signal may end. The state includes the received signal, if any, and
+    the rules for the points at which the command may end.
 
     Fields without an underscore may be read from any thread. The lock protects the fields that the
     main thread and the driver's thread both change.
@@ -102,7 +102,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a run that the signal or --stop-after ended."""
+        """Exit code of a run that was ended by a signal or by --stop-after."""
         if self.time_is_up or (
             self.number == AFTER_STEP and self.standing is not None and not self.gave_up
         ):
@@ -163,8 +163,8 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Wakes the driver's thread and sets the deadline by which this thread must poll, if the
-        recorded signal may raise KeyboardInterrupt now."""
+        """Checks whether the recorded signal may raise KeyboardInterrupt now. If so, wakes the
+        driver's thread and sets the deadline by which the driver's thread must poll."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -191,8 +191,8 @@ class Interruption:
 
     @property
     def drives(self) -> bool:
-        """True if the calling thread is the driver's thread, which is the thread that a signal
-        ends."""
+        """True if the calling thread is the driver's thread. KeyboardInterrupt is raised only on
+        the driver's thread."""
         return self._driver is threading.current_thread()
 
     def poll(self) -> None:
@@ -227,7 +227,7 @@ class Interruption:
             self._open_to = set(numbers)
 
     def closing(self, by: int) -> None:
-        """Adds `by` to the number of open sections that must not be interrupted."""
+        """Adds `by` to the number of open `uninterrupted` contexts."""
         with self._lock:
             self._closing += by
 
@@ -266,13 +266,13 @@ def on_driver_thread(
     """Runs a command on a separate thread while the calling main thread handles SIGINT, SIGTERM and
     SIGUSR1.
 
-    A signal that was ignored before, for example because of nohup or a shell's `&`, stays ignored.
-    If the caller is not the main thread, the command runs on the caller's thread and no signal is
-    handled.
+    If the process ignored a signal before this call, for example because of nohup or a shell's `&`,
+    the process continues to ignore the signal. If the caller is not the main thread, the command
+    runs on the caller's thread and no signal is handled.
 
     Args:
-        body: the command, which returns the exit code. A signal raises KeyboardInterrupt at a poll
-            inside the command.
+        body: the command, a function that returns the exit code. A signal raises KeyboardInterrupt
+            at one of the command's polls.
         last_words: returns the message to print if the process ends at once. The process ends at
             once after a second Ctrl-C, or if the driver's thread does not poll.
 
@@ -345,9 +345,9 @@ def _written(pipe: int) -> None:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Keeps this process's signal handlers while Ray starts. Ray's core installs a SIGTERM handler
-    that prints every thread's stack. If Ray starts on a main thread, Ray installs a further SIGTERM
-    handler."""
+    """Restores this process's signal handlers repeatedly while Ray starts. Ray's core installs its
+    own SIGTERM handler, which prints every thread's stack. If Ray starts on the main thread, Ray
+    installs another SIGTERM handler."""
     if _current.drives:
         _current.guard(True)
         try:
@@ -384,7 +384,8 @@ def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption]
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    """Returns all descendants of a process, top down, except those that exit with their parent."""
+    """Returns the descendants of a process, parents before children. Leaves out processes that exit
+    together with their parent, and the descendants of these processes."""
     found, ahead = [], deque([process])
     while ahead:
         with contextlib.suppress(psutil.Error):
@@ -397,7 +398,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def poll() -> None:
-    """Raises KeyboardInterrupt if a signal was received that may end the command at this point.
+    """Raises KeyboardInterrupt if a signal was received and the signal may end the command at this
+    point.
 
     If no signal was received, `poll` costs almost nothing. On threads other than the driver's
     thread, `poll` does nothing.
@@ -433,12 +435,12 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares that the run makes steps. From this call on, signals raise KeyboardInterrupt only at
-    points where the run's state is the state after a whole step.
+    """Declares that the run makes training steps. After this call, signals raise KeyboardInterrupt
+    only while the run's last step is complete and the next step has not changed the run's state.
 
     Args:
         grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: the run
-            makes no steps, and signals raise KeyboardInterrupt at every poll again.
+            no longer makes steps, and a signal raises KeyboardInterrupt at the next poll.
     """
     _current.grace_s = grace_s
 
@@ -469,13 +471,13 @@ def uninterrupted() -> Iterator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Returns True if a signal was received, so that work for another step can be skipped."""
+    """Returns True if a signal was received. Callers can then skip work for another step."""
     return _current.number is not None
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if two conditions are met: a signal or --stop-after ends the run, and the run's
-    state is the state after a whole step."""
+    """Returns True if a signal or --stop-after ends the run, and the run's state is the state after
+    a whole step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
@@ -497,8 +499,8 @@ def stopped_at(standing: Standing) -> None:
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Sets the function that tells how far the run got. At a sudden end of the process, such as
-    after a second Ctrl-C, a thread other than the driver's thread calls this function."""
+    """Sets the function that tells how far the run got. If the process ends at once, such as after
+    a second Ctrl-C, the main thread calls `ask`."""
     _current.stands = ask
 
 
@@ -512,7 +514,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 class ClosingStack(contextlib.ExitStack):
-    """An ExitStack whose exit no signal interrupts."""
+    """An ExitStack that signals do not interrupt while it exits."""
 
     def __exit__(self, *exception: object) -> bool:
         with uninterrupted():
@@ -520,7 +522,7 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs a coroutine to its end, like asyncio.run, and leaves no task behind. Signals have the
+    """Runs a coroutine until it ends, like asyncio.run, and leaves no task behind. Signals have the
     same effect as in `run_on`."""
     loop = asyncio.new_event_loop()
     try:
@@ -563,8 +565,8 @@ def what_now(
         ended: how the run ended, in a few words. None: the signal or --stop-after ended the run.
         command: command that starts the run, with its overrides. If the run had a directory, the
             overrides must not contain run.dir.
-        options: options that follow the overrides. If the run had a directory, the options must not
-            contain --resume.
+        options: options of the command, which are placed after the overrides. If the run had a
+            directory, the options must not contain --resume.
     """
     begun = ended or f"interrupted ({signal.Signals(interruption.number or signal.SIGINT).name})"
     if interruption.time_is_up:

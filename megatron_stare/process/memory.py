@@ -1,17 +1,18 @@
 """Measures the memory of processes, and keeps freed memory for reuse.
 
 `tree_pss_bytes` sums the memory of a run and its child processes, for the metric
-memory/tree_pss_gb. The sum uses the proportional set size (Pss). A page that n processes share,
-such as a page of libtorch or Ray's object store, counts as 1/n in the Pss of each process. Resident
-size would count the page n times.
+memory/tree_pss_gb. The sum uses the proportional set size (Pss). If n processes share a page, such
+as a page of libtorch or of Ray's object store, the page counts as 1/n in the Pss of each process.
+Resident size would count the page n times.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
-collector. A full collection in the middle of a step visits every object. Torch and transformers
-alone create a few hundred thousand objects. A rank that collects garbage delays all other ranks.
+collector. A full collection in the middle of a step visits every object that is not hidden. Torch
+and transformers alone create a few hundred thousand objects. A rank that collects garbage delays
+all other ranks.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
 the memory. By default glibc returns freed memory to the kernel. The kernel then zeroes every page
-at the next allocation, which takes a tenth of the step time of a small model.
+at the next allocation. Zeroing takes a tenth of the step time of a small model.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def device_used_bytes() -> int | None:
 
 
 def keep_freed() -> None:
-    """Makes this process keep freed host memory from now on, so that later tensors reuse the
-    memory.
+    """Makes this process keep the host memory that it frees after this call. Later tensors reuse
+    the kept memory.
 
     The function sets two limits of malloc, and both limits are needed. M_MMAP_THRESHOLD makes
     allocations up to `_LARGEST` come from the heap. M_TRIM_THRESHOLD keeps malloc from returning
@@ -83,7 +84,7 @@ def freeze() -> None:
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Undoes any `freeze` on exit, since the process may outlive the run."""
+    """Undoes any `freeze` when the context exits, because the process may outlive the run."""
     try:
         yield
     finally:
@@ -94,8 +95,8 @@ def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> in
     """Returns the Pss of a process and its descendants in bytes. Returns None if the kernel does
     not report the Pss. Only Linux reports the Pss.
 
-    Ray's local head, raylet and actors descend from the driver that called ray.init(). Processes
-    that vanish while being read, or belong to another user, count as 0.
+    Ray's local head, raylet and actors are descendants of the driver that called ray.init().
+    Processes that vanish while being read, or belong to another user, count as 0.
 
     Args:
         pid: root of the tree; default this process.
@@ -126,8 +127,8 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 
 class SharedMappings:
-    """Shared memory mappings of this process, as the kernel lists the mappings now
-    (proc_pid_maps(5)). A fork shares this memory instead of copying the memory on write."""
+    """Shared memory mappings of this process (proc_pid_maps(5)) at the time when the object is
+    made. A fork shares such a mapping with its parent instead of copying pages on write."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps") as lines:

@@ -69,8 +69,8 @@ def require_own_address(host: str, where: str) -> None:
 
 
 def free_port(host: str, ports: Sequence[int]) -> int:
-    """Returns a free TCP port of this machine's address `host`. The port is drawn at random from
-    `ports`. The number 0 in `ports` means any port.
+    """Returns a free TCP port at `host`, an address of this machine. The port is drawn at random
+    from `ports`. The number 0 in `ports` means any port.
 
     Raises:
         ConfigError: none of the ports that were tried is free.
@@ -92,8 +92,8 @@ def reserve_port(host: str, ports: Sequence[int]) -> int:
 
 def reserved(address: str) -> socket.socket | None:
     """Returns the bound socket of a host:port that this process reserved, or None if this process
-    did not reserve this host:port. The caller then owns the socket. A port that was reserved at
-    another address is released."""
+    did not reserve this host:port. The caller owns the returned socket. If this process reserved
+    another host:port, that port is released."""
     found = [held for kept, held in _reserved if kept == address]
     _reserved.clear()
     return found[0] if found else None
@@ -118,11 +118,11 @@ def _bound(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def by_number(address: str) -> str:
-    """Replaces the host's name in a host:port by the host's IPv4 address.
+    """Replaces the host name in a host:port by the host's IPv4 address.
 
     Ray communicates by gRPC. gRPC asks DNS servers for a name, and may ignore /etc/hosts, where
-    many clusters name their nodes. The returned address comes from this machine's own resolver. A
-    name is kept if the resolver knows no address for the name, or only loopback addresses. An
+    many clusters name their nodes. The returned address comes from this machine's own resolver. The
+    name is kept if the resolver knows no address, or only loopback addresses, for the name. An
     argument in another form than host:port is returned unchanged.
     """
     host, _, port = address.rpartition(":")

@@ -4,7 +4,7 @@ Ray keeps its own output files in each node's /tmp, and these files vanish with 
 therefore chooses a folder in the run directory, and passes the path of this folder to the workers
 in an environment variable. Every rank and engine that Ray hosts appends its stdout and stderr to
 its own file in this folder. When an engine's server ends, the engine appends the last part of the
-server's log to the engine's file.
+server's log to the engine's own file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ def kept_output(folder: Path) -> Iterator[None]:
 
 
 def carried_output() -> dict[str, str]:
-    """Returns the name and the value of the environment variable for the output folder, or {} if
-    the variable is not set."""
+    """Returns the environment variable for the output folder, as a dict of name and value. Returns
+    {} if the variable is not set."""
     return {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
 
 
 def keep_own_output(role: str) -> Path | None:
-    """Appends stdout and stderr of this process, and of processes that it starts, to a file.
+    """Appends stdout and stderr of this process to a file. Processes that this process starts write
+    to the same file.
 
     Args:
         role: determines the name of the file. For example, the file of "training ranks 3" is
@@ -68,7 +69,7 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the end of a log to a role's file, if there is an output folder."""
+    """Appends the last part of a log to the file of a role, if there is an output folder."""
     if (file := _file(role)) is not None:
         with contextlib.suppress(OSError), file.open("ab") as log:
             log.write(said.encode(errors="replace")[-TAIL_BYTES:])

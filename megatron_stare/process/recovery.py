@@ -2,8 +2,8 @@
 restart in the run directory.
 
 The driver uses this module to reopen a run after losing a worker. The supervisor (supervision.py)
-uses this module to restart the driver. This module must therefore not import anything that a run
-computes with.
+uses this module to restart the driver. This module must therefore not import torch or other
+libraries for the computation of a run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Attempts:
 
     A restart no longer counts towards `attempts` once the run is `window_steps` steps beyond the
     furthest step before that restart. Repeated steps are not progress. If a run always dies before
-    it reaches the next checkpoint, the run only repeats steps. The restarts of such a run keep
-    counting, so the run is not restarted again after `attempts` restarts.
+    it reaches the next checkpoint, the run only repeats steps and all its restarts count. Such a
+    run is given up after `attempts` restarts.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -56,8 +56,8 @@ class Attempts:
         return len(self._reached)
 
     def lost(self, step: int) -> float | None:
-        """Records that the run was lost after `step`. Returns the seconds to wait until the run's
-        restart, and counts this restart. Returns None if the run is not restarted."""
+        """Records that the run was lost after `step`. If the run may restart, counts the restart
+        and returns the seconds to wait before the restart. Otherwise returns None."""
         rule = self.rule
         self.furthest = max(self.furthest, step)
         self._reached = [
@@ -71,7 +71,7 @@ class Attempts:
 
 
 def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> None:
-    """Adds a line to the run's restarts.jsonl. The line is written when the call returns.
+    """Adds a line to the run's restarts.jsonl. The line is in the file before the call returns.
 
     Args:
         by: driver or supervisor.

@@ -1,8 +1,8 @@
 """Finds files that ship with the project besides its code: `configs/`, `assets/` and `tools/`.
 
 In a checkout these folders are beside the package. A wheel contains these folders in its `share/`,
-because setup.py copies the folders into `share/`. Shipped configs name files relative to the folder
-that contains `configs/`, so shipped configs work from any working directory.
+because setup.py copies the folders into `share/`. In a shipped config, paths are relative to the
+folder that contains `configs/`. Shipped configs therefore work from any working directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns `path` relative to `beside`. If this file does not exist, but a shipped config has
-    this name, returns the shipped config. The name of a shipped config may omit `configs/`."""
+    """Returns the file `path` relative to the folder `beside`. If this file does not exist but a
+    shipped config is called `path`, returns the shipped config. `path` may omit `configs/` of a
+    shipped config."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()
@@ -42,8 +43,8 @@ def find_config(path: str | Path, beside: str | Path = ".") -> Path:
 
 
 def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
-    """Makes paths to shipped files absolute if the config is shipped too. Does not change a user's
-    config.
+    """Makes the paths in a shipped config absolute if they lead to shipped files. Does not change a
+    user's config.
 
     Args:
         path: the config's file.

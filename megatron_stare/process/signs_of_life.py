@@ -22,7 +22,7 @@ def say_loading(*, always: bool = False) -> None:
 
 
 def unsaid(text: str) -> Any:
-    """Accepts a line and prints nothing. Callers that must stay silent use this function."""
+    """Accepts a line and prints nothing. Replaces `say` where nothing must be printed."""
 
 
 def counted(number: int, what: str) -> str:

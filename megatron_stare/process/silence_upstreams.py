@@ -40,9 +40,9 @@ def quiet_upstreams() -> None:
     """Silences messages of upstream libraries in this process. Call this function before the
     process imports the libraries. Forked processes inherit the filters.
 
-    At import megatron-core warns about missing CUDA libraries. Later, megatron-core reports which
-    operations would be faster with the missing libraries. transformers draws progress bars even for
-    files that load instantly.
+    At import megatron-core warns about missing CUDA libraries. Later, megatron-core names the
+    operations that would be faster with the missing libraries. transformers draws progress bars
+    even for files that load instantly.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

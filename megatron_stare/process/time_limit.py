@@ -1,5 +1,5 @@
-"""Implements `--stop-after`. Checks that one more step, and the save after the step, fit into a
-run's time limit."""
+"""Implements `--stop-after`. Checks whether one more step and the following save fit into a run's
+time limit."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ class TimeLimit:
         self._step_begun: float | None = None
 
     def begin_steps(self) -> None:
-        """Starts a session's steps. The time since the last step of an earlier session does not
-        count as a step, because that step was lost and the run was reopened."""
+        """Starts a session's steps. The time between the last step of an earlier session and this
+        call does not count as a step time. In this time a step was lost and the run was
+        reopened."""
         self._step_begun = None
 
     def begin_step(self) -> None:
-        """Begins the next step, and records the duration of the previous step. This duration
-        includes all work between the previous step and the next step."""
+        """Begins the next step, and records the duration of the previous step. The duration is the
+        time from the beginning of the previous step to the beginning of the next step."""
         now = self._clock()
         if self._step_begun is not None:
             self._steps.append(now - self._step_begun)

@@ -1,9 +1,10 @@
 """Identifies the code and the platform of a run: releases of packages, commit and digest of this
 package, and the device.
 
-Two runs with the same parallel layout and equal results of `computes_on` compute bit-equal numbers.
-The last bits of a number depend only on the layout and on the facts in the result of `computes_on`.
-Torch is imported only in functions, because the command `doctor` may run without torch.
+If two runs have the same parallel layout and equal results of `computes_on`, the runs compute
+bit-equal numbers. The last bits of a number depend only on the layout and on the contents of
+`computes_on`'s result. Torch is imported only inside functions, because the command `doctor` may
+run in an environment without torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Defines one interface for all kinds of workers. Runners (cluster/) implement the `Workers`
-interface. The trainer's group and the engines' pool use the interface."""
+"""Defines one interface for all kinds of workers. Runners (cluster/) implement the interface
+`Workers`. The trainer's group and the engines' pool call the workers through this interface."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Workers(ABC):
     ) -> list[Any]:
         """Returns the results in the order of `handles`, or raises a worker's error.
 
-        Calls `on_done` with the index of a handle in `handles` when the call of this handle
-        finishes. `timeout_s` replaces the usual time limit of one call, in seconds.
+        When the call of a handle finishes, `on_done` is called with the index of the handle in
+        `handles`. `timeout_s` replaces the usual time limit of one call, in seconds.
         """
 
     @abstractmethod
     async def result(self, handle: Handle) -> Any:
-        """Async version of `wait` for one handle. Does not block the event loop if workers are
-        processes.
+        """Async version of `wait` for one handle. If workers are processes, the event loop is not
+        blocked.
 
         Returns the result, or raises the worker's own error. Raises WorkerLostError if the worker
         died or the call exceeded the time limit of one call.
@@ -57,14 +57,15 @@ class Workers(ABC):
 
     @abstractmethod
     def share(self, value: Any) -> Handle:
-        """Stores a value once, so that every worker can fetch the value."""
+        """Stores a value once for all workers, and returns a handle with which every worker can
+        fetch the value."""
 
     def replace(self, worker: int) -> None:
         """Ends one worker, whatever its state, and recreates the worker in the same place. Returns
         when the new worker is ready.
 
-        Any thread may call `replace`, if no other thread calls this worker at the same time. Raises
-        UserError if the worker cannot be created.
+        Any thread may call `replace`, but no other thread may call this worker at the same time.
+        Raises UserError if the worker cannot be created.
         """
         raise WorkerLostError(f"{type(self).__name__} cannot make a worker anew")
 

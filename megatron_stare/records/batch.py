@@ -1,5 +1,5 @@
-"""Defines prompts, a method's view of the responses to prompts, and the plan of micro-batches.
-Torch is the only library that this module imports.
+"""Defines prompts, the batch of response tokens that a method works on, and the plan of
+micro-batches. Torch is the only library that this module imports.
 
 Shape legend: B samples of a rollout batch in canonical order (by prompt cursor, then by sample
 number); N response positions of some samples, concatenated.
@@ -22,8 +22,9 @@ class Prompt:
     """One problem to be answered.
 
     `cursor` counts the prompts drawn since the run began. Every cursor is unique in a run, and
-    every batch is ordered by cursor. Prompts with the same `problem` are rewordings of one problem.
-    If `problem` is empty, only prompts with the same text and answer are the same problem.
+    every batch is ordered by cursor. Prompts with the same non-empty `problem` are rewordings of
+    one problem. Prompts with an empty `problem` are the same problem only if text and answer are
+    the same.
     """
 
     cursor: int
@@ -38,7 +39,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Demonstration(Prompt):
-    """One conversation to learn from. `token_ids` ends before the first token that carries loss.
+    """One conversation for supervised training. `token_ids` are the ids of the tokens before the
+    first token that carries loss.
 
     response: ids of the conversation's remaining tokens, at least one token.
     loss_mask: True for each token of `response` that the assistant wrote.
@@ -89,8 +91,8 @@ class TokenBatch:
     all responses of a rollout batch, a mini-batch or a micro-batch.
 
     In the training pass, `log_prob` and `current_entropy` carry a gradient. All other columns are
-    detached. `index` numbers every response position of the whole batch in canonical order, so ties
-    are broken in the same way in every layout.
+    detached. `index` is the number of each response position in the canonical order of the whole
+    batch. Because ties are broken by `index`, the result is the same in every layout.
     """
 
     log_prob: Tensor  # [N] under the current policy, nats
@@ -141,16 +143,17 @@ class TokenBatch:
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] detached log-prob by which a method selects tokens. The requests for statistics and
-        every micro-batch use the same values."""
+        """[N] detached log-prob by which a method selects tokens. The statistics of the whole batch
+        and every micro-batch use the same values."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] detached entropy in nats by which a method selects tokens. The entropy belongs to the
-        policy whose log-probs `selected_by` contains. Engines return no entropies. If `selected_by`
-        contains an engine's log-probs, the entropy comes from the log-prob pass."""
+        """[N] detached entropy in nats by which a method selects tokens. The entropy and the
+        log-probs in `selected_by` come from the same policy, with one exception: if `selected_by`
+        contains an engine's log-probs, the entropy comes from the log-prob pass, because engines
+        return no entropies."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 

@@ -1,8 +1,8 @@
 """Defines the requests that a method may make for statistics of the whole batch, and the answers to
 these requests. Torch is the only library that this module imports.
 
-A method names its requests. `ops/statistics_executor.py` answers the requests over the right
-process groups, so every method is exact over the global batch in every layout.
+A method names its requests. `ops/statistics_executor.py` computes the answers over the right
+process groups. A method's statistics are therefore exact over the global batch in every layout.
 
 Shape legend: N response positions held by this rank.
 """
@@ -20,8 +20,8 @@ Interpolation = Literal["linear", "lower", "higher", "nearest"]
 
 @dataclass(frozen=True)
 class TopK:
-    """Request for the k masked positions with the largest `key`. If keys are equal, the lower index
-    comes first.
+    """Request for the k masked positions with the largest `key`. Among equal keys, the position
+    with the lower index comes first.
 
     n is the number of positions where `mask` is True. k is top_k_count(n, share), or min(n, count)
     if `count` is given.
@@ -39,10 +39,11 @@ class Quantile:
     """Request for the q-quantile of `x` over the masked positions, with `x` converted to float32.
     The quantile is NaN if no position is masked.
 
-    The quantile is at position (n - 1) q of the sorted values. `interpolation` decides between two
-    values as in numpy. 'nearest' rounds a position halfway between two values to the even position.
-    Convert `x` to float32 before comparing `x` with the quantile. Otherwise the token at the
-    quantile may fall below the quantile.
+    The quantile is at position (n - 1) q of the sorted values. If the position is between two
+    values, `interpolation` has the same meaning as in numpy. 'nearest' rounds a position halfway
+    between two values to the even position. Callers must convert `x` to float32 before they compare
+    `x` with the quantile. Otherwise the value at the quantile's own position may compare as smaller
+    than the quantile.
     """
 
     x: Tensor  # [N]
@@ -100,7 +101,7 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer to a TopK. Every masked position with a key at or above `key` is selected. All tensors
+    """Answer to a TopK. Every masked position whose key is at least `key` is selected. All tensors
     are 0-dim and stay on the device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
@@ -153,7 +154,7 @@ def threshold(statistics: Statistics, name: str) -> Threshold:
 
 
 def value_of_key(key: Tensor) -> Tensor:
-    """Returns the float32 value that `ordering_key` was built from."""
+    """Returns the float32 value `x` in a key of `ordering_key`."""
     high = key >> 32
     return torch.where(high < 0, high ^ 0x7FFFFFFF, high).to(torch.int32).view(torch.float32)
 

@@ -1,5 +1,5 @@
-"""Defines the difference between the log-probs of a rollout engine and of the trainer. The ranks
-that hold both log-probs report the difference."""
+"""Defines the record of the difference between the log-probs of a rollout engine and of the
+trainer. The ranks that hold both log-probs compute the difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Summary of the absolute differences of some tokens.
+    """Summary of the absolute log-prob differences of some tokens.
 
     not_numbers: the number of NaN differences.
     largest_number, mean_number: the largest and the mean of the differences that are not NaN; 0 if
@@ -24,28 +24,28 @@ class Sizes:
 
     @property
     def largest(self) -> float:
-        """Largest difference; NaN if any difference is NaN."""
+        """Largest absolute difference; NaN if any difference is NaN."""
         return math.nan if self.not_numbers else self.largest_number
 
     @property
     def mean(self) -> float:
-        """Mean difference; NaN if any difference is NaN."""
+        """Mean absolute difference; NaN if any difference is NaN."""
         return math.nan if self.not_numbers else self.mean_number
 
 
 @dataclass(frozen=True)
 class LogProbDifference:
-    """Log-prob of the engine minus log-prob of the trainer, over all tokens of a batch's loss mask,
-    in nats.
+    """Summary of the differences "log-prob of the engine minus log-prob of the trainer", in nats,
+    over all tokens in a batch's loss mask.
 
     everywhere: differences of all tokens. A token that no rank compared counts as NaN.
     lowest: the smallest signed difference; NaN if any difference is NaN.
     quantiles: quantiles of the absolute differences, by name.
-    from_position: differences in ranges of positions, by the first position of each range. Ranges
-        without tokens are left out.
-    of_version: differences by the weight version that sampled the token.
-    longest: differences of the longest response's tokens. If several responses have the largest
-        length, the first of them counts.
+    from_position: differences for each range of positions; the key is the first position of the
+        range. Ranges without tokens are left out.
+    of_version: differences for each weight version that sampled tokens; the key is the version.
+    longest: differences of the tokens of the longest response. If several responses are longest,
+        the first of these responses is used.
     likely: differences of tokens to which the trainer gives a probability of at least 1/1000.
     unlikely: differences of tokens to which the trainer gives a probability below 1/1000.
     """

@@ -1,14 +1,14 @@
 """Defines a flat batch of all trajectories of one step, and the share of this batch for one
 data-parallel rank. Torch is the only library that this module imports.
 
-A sample is a response. A sample has one branch, or several branches with a context each
-(trajectory.Branch). The model processes branches, and methods count samples.
+A sample is a response. A sample has one or several branches, and each branch has its own context
+(trajectory.Branch). The model processes branches. Methods count samples.
 
 Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
 weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
-order: by prompt cursor, then by sample number. Branches are in the order of samples, then of
-tokens. For a RankShare, n, t and r count only the branches of the rank.
+order: by prompt cursor, then by sample number. Branches are ordered by sample, then by their first
+token in the response. For a RankShare, n, t and r count only the branches of the rank.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ class RolloutBatch(_Columns):
     def share(self, branches: Sequence[int]) -> RankShare:
         """Returns the share of a rank that takes `branches`, which must be in ascending order.
 
-        The share contains copies of tensors, because serialising a view would serialise the view's
-        whole tensor. If the rank takes all branches, nothing is copied, and the RankShare uses the
-        batch's columns.
+        The share contains copies instead of views, because serialising a view would serialise the
+        view's whole tensor. If the rank takes all branches, nothing is copied and the RankShare
+        uses the batch's own columns.
         """
         (share,) = self.shares([branches])
         return share
@@ -185,8 +185,8 @@ class RolloutBatch(_Columns):
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the columns that can have several entries per branch, restricted to
-        `branches`."""
+        """Returns the entries of `branches` in the columns that can have several entries per
+        branch."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
@@ -203,9 +203,9 @@ class RolloutBatch(_Columns):
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
-        """Builds the batch. The trajectories are sorted into canonical order and concatenated. By
-        far the largest column contains the experts that each token was routed to. The batch takes
-        over this column, and removes the column from the trajectories.
+        """Builds the batch. The trajectories are sorted into canonical order and concatenated. The
+        column of routed experts is by far the largest column. The batch therefore takes over the
+        routed experts and removes them from the trajectories.
 
         Raises:
             DataError: the columns of a trajectory have different lengths, its branches are not in
@@ -268,8 +268,8 @@ class RankShare(_Columns):
     """Share of a rollout batch for one data-parallel rank.
 
     Columns with one entry per token contain only the rank's own branches. Columns with one number
-    per sample or branch cover the whole batch, because counts, groups and canonical numbers refer
-    to the whole batch.
+    per sample or branch contain all samples or branches of the batch, because counts, groups and
+    canonical numbers refer to the whole batch.
     """
 
     own: Tensor  # [s] int64, ascending, numbers of the rank's own branches among the S
@@ -293,14 +293,14 @@ class RankShare(_Columns):
 
     def starts(self, lengths: Tensor) -> Tensor:
         """[S] int64 index at which each of the rank's branches starts in a column of this share.
-        The index is 0 for branches of other ranks. `lengths` [S] contains, for each branch, the
-        number of entries in the column."""
+        The index is 0 for branches of other ranks. `lengths` [S] is the number of entries that each
+        branch has in this column."""
         own = lengths[self.own]
         return torch.zeros_like(lengths).index_copy_(0, self.own, own.cumsum(0) - own)
 
 
 class _Branch(NamedTuple):
-    """A branch in the layout of a batch."""
+    """A branch of a trajectory, with its position in a batch."""
 
     sample: int
     context: Tensor

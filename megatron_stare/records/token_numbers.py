@@ -1,9 +1,9 @@
-"""Defines per-token values that the trainer computes for a few responses, for people who read these
-responses. Torch is the only library that this module imports.
+"""Defines per-token values that the trainer computes for a few responses. The values are shown to
+people who read these responses. Torch is the only library that this module imports.
 
-Every rank that holds some of the tokens makes a TokenNumbers of its own tokens. Such a TokenNumbers
-is called a part (`megatron/step/diagnostics.py`). The driver joins the parts, and attaches the
-values of each response to the response's trajectory.
+Every rank that holds some of the tokens makes a TokenNumbers for its own tokens, called a part
+(`megatron/step/diagnostics.py`). The driver joins the parts, and attaches the values of each
+response to the response's trajectory.
 
 Shape legend: n tokens of one response, m tokens of a part.
 """
@@ -23,8 +23,8 @@ class TokenNumbers:
 
     In the part that one rank makes, `sample` and `position` locate each row's token in the rollout
     batch. In the TokenNumbers of a trajectory, every column has a row for each of the trajectory's
-    n tokens. The environment wrote the tokens outside the loss mask. The rows of these tokens are
-    NaN in float columns and 0 in integer columns.
+    n tokens. Tokens outside the loss mask have rows of NaN in float columns and of 0 in integer
+    columns.
     """
 
     sample: Tensor  # [m] int64, of the whole batch

@@ -30,13 +30,13 @@ NOT_SAMPLED = -1  # weight version of tokens that an environment wrote
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a response after the first branch. The tokens of a branch follow a context of
-    their own.
+    """A branch of a response, other than the first branch. The tokens of the branch follow the
+    branch's own context.
 
     A response branches if its environment rewrites the history, or lets the policy act as several
     agents. Each token of a response belongs to exactly one branch, and was sampled after the
-    context of this branch. If the context of another branch repeats a token, the repeated token
-    carries no loss.
+    context of this branch. If the token also occurs in the context of another branch, the token
+    carries no loss there.
     """
 
     start: int  # index in the response of the branch's first token
@@ -102,8 +102,9 @@ class Trajectory:
 
     @property
     def judged(self) -> bool:
-        """Tells whether the trajectory has a reward that can be compared with other rewards. A
-        timeout of the verifier gives reward 0, or no reward if the verifier is a server."""
+        """Tells whether the trajectory has a reward that can be compared with other rewards. After
+        a timeout of the verifier the reward is 0. If the verifier is a server, a timeout gives no
+        reward."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property
@@ -129,8 +130,8 @@ def sampled_trajectory(
     version: int = 0,
     finish_reason: FinishReason = "stop",
 ) -> Trajectory:
-    """Builds a single-turn trajectory from Python numbers, for tools and tests. `version` is the
-    weight version that sampled all tokens."""
+    """Builds a single-turn trajectory from Python numbers, for tools and tests. All tokens are
+    recorded as sampled by the weight version `version`."""
     ids = torch.tensor([*tokens], dtype=torch.int32)
     return Trajectory(
         prompt=prompt,
@@ -144,8 +145,9 @@ def sampled_trajectory(
 
 
 def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) -> Tensor:
-    """Returns a tensor [m, L, K] of expert numbers. Each entry has one byte if the model has at
-    most 255 experts, else two bytes; see `unknown`.
+    """Returns a tensor [m, L, K] of expert numbers. Each entry has one byte if a layer has at most
+    255 experts, else two bytes. One number of the data type stands for an unknown expert; see
+    `unknown`.
 
     Args:
         numbers: expert numbers, ordered by token and then by layer.

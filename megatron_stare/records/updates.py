@@ -60,8 +60,8 @@ COUNTS = ("tokens", "selected")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Result of one optimizer step: the metrics of the optimizer step, and the method's state at
-    the start of the next training step."""
+    """Result of one optimizer step. Contains the metrics of this optimizer step, and the method's
+    state for the start of the next training step."""
 
     metrics: dict[str, float]
     state: dict[str, float]
@@ -74,7 +74,7 @@ class UpdateResult:
 
     @property
     def empty(self) -> bool:
-        """Returns True if no optimizer step was taken because no token of the mini-batch had a
+        """Returns True if no optimizer step was taken because no token of the mini-batch carried
         loss."""
         return bool(self.metrics["update/empty"])
 
@@ -99,10 +99,10 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """Combines the metrics of a training step's updates into the metrics of the training step.
     `updates` lists the updates in the order of execution.
 
-    A maximum is taken over the updates, a count of tokens is summed, and any other metric is
-    averaged over the updates that report the metric. Only the first update reports the metrics of
-    the rollout batch. An average leaves out empty mini-batches and updates whose scaled gradient
-    overflowed, if at least one other update reports the metric.
+    Metrics that are a maximum are combined by the maximum over the updates. Counts of tokens are
+    summed. Any other metric is averaged over the updates that report the metric. Only the first
+    update reports the metrics of the rollout batch. An average leaves out empty mini-batches and
+    updates whose scaled gradient overflowed, if at least one other update reports the metric.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite
@@ -138,8 +138,8 @@ def skipped_after(
 ) -> int:
     """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
     is the number of consecutive non-finite updates before the training step. Empty mini-batches and
-    overflows do not change the number. An empty mini-batch has no gradient, and a smaller loss
-    scale cures an overflow.
+    overflows do not change the number. An empty mini-batch has no gradient, and an overflow only
+    requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

@@ -154,8 +154,8 @@ BEHAVIOURS: dict[str, tuple[str, ...]] = {
 
 
 def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """Makes a function that returns every occurrence of the words in a text, in lower case and in
-    order.
+    """Makes a function that finds every occurrence of the words in a text. The function returns the
+    occurrences in lower case, in the order of the text.
 
     If several words begin at the same character, only the longest word counts. A typographic
     apostrophe matches a plain apostrophe.

@@ -1,1 +1,1 @@
-"""Contains the verifiers, and the worker processes that run the verifiers."""
+"""Contains the verifiers and the worker processes that run them."""

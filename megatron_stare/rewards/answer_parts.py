@@ -173,8 +173,8 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def nothing(text: str) -> str | None:
-    """Returns the kind of an answer that states no value: "none", "undefined", "infinite" or
-    "infinity". Returns None for every other answer."""
+    """Classifies an answer that states no value. Returns "none", "undefined", "infinite" or
+    "infinity". Returns None if the answer states a value."""
     words = re.sub(r"\\(?:text|mathrm|textbf|mbox)(?![A-Za-z])|[\\${}().!]", " ", text).strip()
     words = re.sub(r"\s+", " ", words.lower())
     if re.sub(r"\s", "", text) in (r"\{\}", "{}"):
@@ -205,8 +205,8 @@ def clock(text: str) -> Clock | None:
 
 
 def sides(text: str) -> list[str]:
-    """Returns the sides of an equation or of a chain of equations. Returns the whole text as the
-    only side if the text has no equals sign outside brackets."""
+    """Splits an equation or a chain of equations into its sides. If the text has no equals sign
+    outside brackets, the whole text is the only side."""
     return [part.strip() for part in split(text, ("=",))]
 
 
@@ -260,9 +260,9 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def items(text: str) -> list[str]:
-    r"""Splits a list without brackets at commas, semicolons, 'and' and 'or'. Splits an item that
-    contains one \pm into two items, one with + and one with -. Returns one item if the text is not
-    a list. A number with commas between thousands counts as one item."""
+    r"""Splits a list without brackets into items at commas, semicolons, 'and' and 'or'. An item
+    that contains one \pm becomes two items, one with + and one with -. A number with commas between
+    thousands is one item. If the text is not a list, the whole text is the only item."""
     text = _JOINED.sub(",", text)
     if _THOUSANDS.fullmatch(text.strip()):
         return [text]
@@ -287,7 +287,7 @@ def items(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """Content of the brackets that enclose a whole answer.
+    """An answer that is enclosed in one pair of brackets: the brackets and their content.
 
     opened, closed: the enclosing brackets. '(' and ')' stand for a tuple or an open end of an
         interval, '[' and ']' for a closed end of an interval, '{' and '}' for a set.
@@ -333,6 +333,6 @@ def _balanced(text: str) -> bool:
 
 
 def union(text: str) -> list[str]:
-    """Returns the parts of a union. Returns the whole text as the only part if the text is not a
-    union."""
+    """Splits a union into its parts. If the text is not a union, the whole text is the only
+    part."""
     return [part.strip() for part in split(text, (r"\cup",))]

@@ -48,7 +48,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 def bare(text: str) -> str:
     """Removes decoration from an answer. Decoration means dollar signs, spacing, fonts, colours,
-    labels, check marks, a modulus, the letter of a choice before the choice's value, and a final
+    labels, check marks, a modulus, a choice's letter in front of the choice's value, and a final
     full stop. Rewrites 1e5 as a power of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
@@ -68,15 +68,15 @@ def bare(text: str) -> str:
 
 
 def without_name(text: str) -> str:
-    """Returns the right side of an answer such as 'x = ...' or 'f(x) = ...'. Returns any other text
-    unchanged."""
+    """Returns the right side of an answer in the form 'x = ...' or 'f(x) = ...'. Returns any other
+    text unchanged."""
     found = _NAMED.match(text)
     return text[found.end() :] if found and text.count("=") == 1 else text
 
 
 def without_fonts(text: str) -> str:
-    r"""Replaces \text{...}, \mathbf{...} and similar commands, up to two levels deep, by their
-    content."""
+    r"""Replaces \text{...}, \mathbf{...} and similar commands by their content. Commands may be
+    nested two levels deep."""
     return _WRAPPED.sub(r"\1", _WRAPPED.sub(r"\1", text))
 
 
@@ -90,8 +90,8 @@ def plain(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Reduces an answer in the same way as `plain`, but keeps the answer valid LaTeX. Spaces that
-    end the name of a LaTeX command stay."""
+    """Reduces an answer in the same way as `plain`, but keeps each space that ends the name of a
+    LaTeX command. The result is still valid LaTeX."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
@@ -133,9 +133,8 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two integers exactly. Compares other numbers with a tolerance of 1e-6. If the
-    absolute value of the reference is below 1, the tolerance is multiplied by this absolute
-    value."""
+    """Compares two numbers. Two integers must be exactly equal. Other numbers may differ by 1e-6,
+    multiplied by the absolute value of the reference if this absolute value is below 1."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
@@ -168,8 +167,8 @@ def _sign(relation: str) -> str:
 
 
 def word(text: str) -> str | None:
-    """Returns an answer that consists of words, such as a name or a choice, in lower case and
-    without brackets. Returns None for any other answer."""
+    """If an answer consists of words, such as a name or a choice, returns the answer in lower case
+    and without brackets. Returns None for any other answer."""
     text = plain(text).strip("().")
     return text.lower() if _WORDS.fullmatch(text) else None
 
@@ -181,8 +180,8 @@ def one_value(text: str) -> bool:
 
 
 def hedges(text: str) -> bool:
-    r"""Returns True if words qualify an answer, as in 3\text{ or 4}. math-verify may read such
-    words as a unit."""
+    r"""Returns True if an answer contains qualifying words, as in 3\text{ or 4}. math-verify may
+    read such words as a unit."""
     return bool(_HEDGE.search(text))
 
 
@@ -190,8 +189,8 @@ def must_be_written_alike(wanted: str, given: str) -> bool:
     """Returns True if two answers must be compared as text, because at least one answer is a time
     of day or a number with a base.
 
-    math-verify would ignore the difference between two numbers in different bases, or between two
-    times of day.
+    math-verify would treat numbers in different bases as equal, and would treat different times of
+    day as equal.
     """
     pair = (plain(wanted), plain(given))
     return any(_CLOCK.fullmatch(text) or _BASE.fullmatch(text) for text in pair)

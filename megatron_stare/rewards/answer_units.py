@@ -1,5 +1,5 @@
 r"""Handles the units and words that follow a number. Decides which units are known, which units
-agree, and which words change the number.
+agree, and which words change the value of the number.
 
 An answer may have a known unit even if the reference has no unit. If answer and reference both have
 a unit, the units must be the same or of the same kind. If the units differ but are of the same
@@ -23,7 +23,7 @@ class Quantity:
 
     value: LaTeX, without the unit.
     kind: kind of the unit, such as length^2; None: no unit.
-    size: size of the unit, relative to the unit of the same kind that has size 1.
+    size: size of the unit, as a multiple of the unit of the same kind whose size is 1.
     """
 
     value: str
@@ -144,8 +144,9 @@ _SEVERAL = re.compile(
 
 
 def quantity(text: str) -> Quantity | None:
-    """Splits an answer into a value and a unit. The unit may be absent. Returns None if the words
-    after the value are not a unit and change the meaning of the value."""
+    """Splits an answer into a value and a unit. The unit may be absent. Returns None if the answer
+    cannot be split, for example because the words after the value change the meaning of the
+    value."""
     if money := _MONEY.match(text):
         kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
         rest = quantity(text[money.end() :])
@@ -181,8 +182,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _of_several(text: str) -> Quantity | None:
-    """Converts a value that is written in several units of the same kind, such as 7 hours 30
-    minutes, to the unit that is written last. Returns None for any other text."""
+    """Converts a value in several units of the same kind, such as 7 hours 30 minutes, to the last
+    of these units. Returns None for any other text."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:
@@ -379,8 +380,8 @@ def _countable(singular: tuple[str, ...]) -> bool:
 
 
 def agree(wanted: Quantity, given: Quantity) -> Fraction | None:
-    """Returns the factor by which the given value is multiplied before the comparison with the
-    wanted value. Returns None if the units do not agree."""
+    """Returns the factor that converts the given value to the unit of the wanted value. Returns
+    None if the units do not agree."""
     if given.kind is None:
         return Fraction(1)
     several = (wanted.kind or "").endswith(" of several"), given.kind.endswith(" of several")

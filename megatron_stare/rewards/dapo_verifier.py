@@ -5,8 +5,8 @@ Answer and reference are normalised as in Minerva (Lewkowycz et al., arXiv 2206.
 D.1), with the lists that DAPO (arXiv 2503.14476) published. The normalised texts must be equal,
 character by character. Only the last 300 characters of a response count. The reward is 1 for a
 right answer and 0 for a wrong answer; DAPO uses 1 and -1. Rewards of 1 and 0 give the same
-advantages as rewards of 1 and -1. Because the range of rewards is half of DAPO's range, a term that
-is added to the reward, such as the overlong punishment, must be halved (`overlong.factor: 0.5`).
+advantages as rewards of 1 and -1. DAPO's range of rewards is twice as large, so a term that DAPO
+adds to the reward, such as the overlong punishment, must be halved here (`overlong.factor: 0.5`).
 Runs in reward workers.
 """
 

@@ -15,7 +15,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer equals `answer`, ignoring spaces at both ends, else 0.0."""
+    """Returns 1.0 if the final answer equals `answer`, else 0.0. Spaces at both ends are
+    ignored."""
     given = final_answer(response)
     return float(given is not None and given.strip() == answer.strip())
 

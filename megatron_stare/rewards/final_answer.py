@@ -1,5 +1,5 @@
-"""Finds the final answer of a response, which is in a box or between <answer> and </answer>.
-Imports the standard library only."""
+"""Finds the final answer of a response. The final answer is in a box or between <answer> and
+</answer>. Imports the standard library only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-r"""Grades the form of a response, and ignores whether the answer is right. If the response has
-thoughts, </think> must precede the final answer.
+r"""Grades only the form of a response. The reward does not depend on whether the answer is right.
+If the response has thoughts, </think> must precede the final answer.
 
-This verifier is meant for a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers
-and does not import torch.
+Use this verifier as a term in a sum of verifiers, such as `math + 0.1 * format`. Runs in reward
+workers and does not import torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer follows </think>, has its closing brace or tag and is not
-    empty, else 0.0. A response without thoughts needs no </think>.
+    """Returns 1.0 if the final answer follows </think>, is not empty, and ends with its closing
+    brace or tag. Otherwise returns 0.0. A response without thoughts needs no </think>.
 
     A response may contain </think> without <think>, because chat templates put <think> into the
     prompt.

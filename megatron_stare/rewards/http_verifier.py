@@ -1,5 +1,5 @@
-"""Calls a verifier over HTTP. The verifier may run on another machine, be written in another
-language, or use a model as judge.
+"""Calls a verifier over HTTP. Such a verifier may run on another machine, may be written in another
+language, or may use a model as judge.
 
 The server receives POST {"response": ..., "answer": ...} and replies with a number or {"reward":
 number}. The module runs in reward workers. The workers' wall-clock limit (`reward.timeout_s`)

@@ -1,5 +1,5 @@
-"""Tests the verifier of a run before the first step of the run. A user lists answers with their
-known rewards, and a pool of verifier processes judges these answers."""
+"""Tests the verifier of a run before the first step. The user lists answers and the right reward of
+each answer. A pool of verifier processes judges these answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
     "answer": ..., "reward": ...}.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or has an invalid line, which the error
-            names as file:line.
+        ConfigError: the file cannot be read, is empty, or has an invalid line. The error names an
+            invalid line as file:line.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -38,12 +38,12 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
     """Opens a pool of verifier processes. Each process tests the verifier on the known answers of
-    the verifier's module. The run's verifier is also tested on the answers in the file
-    `reward.known_answers`.
+    the verifier's module. If `verifier` is the run's own verifier, it is also tested on the answers
+    in the file `reward.known_answers`.
 
     Raises:
-        ConfigError: for the reasons of `VerifierPool` and `prove`, or because the run cannot
-            provide the verifier's inputs. No process is left running after an error.
+        ConfigError: `VerifierPool` or `prove` raises ConfigError, or the run cannot provide the
+            verifier's inputs. No process is left running after an error.
     """
     verifier, reward = Extension.read(verifier), config.reward
     pool = VerifierPool(verifier, workers, reward.timeout_s)
@@ -82,8 +82,8 @@ def prove(pool: VerifierPool, path: str | Path) -> None:
     each answer.
 
     Raises:
-        ConfigError: for the reasons of `read_known_answers`, or because a reward is missing or
-            differs from the reward in the file.
+        ConfigError: `read_known_answers` raises ConfigError, or the verifier gives no reward for an
+            answer, or a reward differs from the reward in the file.
     """
     known = read_known_answers(path)
     verdicts = pool.verify([(response, answer) for response, answer, _ in known])

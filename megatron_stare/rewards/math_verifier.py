@@ -3,9 +3,9 @@ math-verify.
 
 The verifier is strict about the place of the answer. An answer outside a box earns nothing, so a
 policy gains nothing by listing guesses. The verifier is lenient about notation: 1/2, 0.5 and
-\frac{1}{2} are equal. Before this module calls math-verify, it handles the notations that
-math-verify reads wrongly (see `rewards/answer_text.py`). Runs in reward workers and does not import
-torch.
+\frac{1}{2} are equal. math-verify reads some notations wrongly, so this module handles these
+notations before it calls math-verify (see `rewards/answer_text.py`). Runs in reward workers and
+does not import torch.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ def verify(response: str, answer: str) -> float:
     r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
     This function sets no time limit. math-verify's own time limit uses signal.alarm. Outside the
-    main thread, signal.alarm raises an error and every answer would be graded wrong. The reward
-    pool's wall-clock limit bounds the call.
+    main thread, signal.alarm raises an error, and every answer would then be graded wrong. The
+    reward pool's wall-clock limit bounds the call instead.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
 
 
 def equal(wanted: str, given: str) -> bool:
-    """Compares two answers by meaning. `wanted` is the reference, which determines the accepted
-    notations."""
+    """Compares two answers by meaning. `wanted` is the reference. The form of the reference
+    determines the accepted notations."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
     times = answer_parts.clock(wanted), answer_parts.clock(given)
@@ -126,7 +126,8 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
 
 def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
     """Compares lists, unions, sets, tuples, intervals and equations part by part. Returns True if
-    the answers are equal, False if they differ, and None if neither answer has parts."""
+    the answers are equal, and False if they differ. Returns None if the answers cannot be compared
+    part by part."""
 
     def same(one: str, other: str) -> bool:
         return _same(one, other, deeper - 1)
@@ -175,8 +176,8 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
 def _same_tuples(
     wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
 ) -> bool:
-    """Compares tuples entry by entry. A tuple of two entries may be an interval, so the brackets of
-    two-entry tuples must be of the same kind."""
+    """Compares tuples entry by entry. Two entries in brackets may be an interval, so the two
+    answers must then have brackets of the same kind."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -184,7 +185,8 @@ def _same_tuples(
 
 
 def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Compares two lists in any order. An entry must occur equally often in both lists."""
+    """Compares two lists and ignores the order of the entries. Each entry must occur equally often
+    in both lists."""
     if len(wanted) != len(given) or len(wanted) > _LONGEST_LIST:
         return False
     left = list(given)
@@ -233,8 +235,8 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
     """Compares two single values with their units.
 
     Args:
-        written: both answers before their decoration was removed. `written` is omitted if neither
-            answer had decoration.
+        written: both answers, including their decoration. `written` may be omitted if the answers
+            had no decoration.
     """
     bare = [re.sub(r"\s*\\?%\s*$", "", text) for text in (wanted, given)]
     percents = [text != rest for text, rest in zip((wanted, given), bare, strict=True)]
@@ -283,7 +285,7 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as a number, because the text has separate groups of
+    """Returns True if a text must not be read as one number. Such a text has separate groups of
     digits, as in 3 4, or words that are not a unit."""
     return bool(_WORDS.search(text)) or _spaced(text)
 

@@ -1,5 +1,5 @@
-"""Runs math-verify unmodified, for comparison with the verifier `math`. No box is required, and any
-number in the response may become the answer."""
+"""Runs math-verify unmodified, for comparison with the verifier `math`. No box is required, so
+math-verify may take any number in the response as the answer."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ process. The process runs `rewards/worker.py`. The verifier process is a plain s
 multiprocessing would import the parent's __main__ module again. The parent's __main__ module may be
 a console script, a Ray worker or pytest.
 
-Messages are JSON with a length prefix. The messages are not pickled, because the parent must not
-execute anything that a worker sends back. A worker processes text that a model wrote. This module
-imports only the standard library and `registry`, because the worker imports this module too.
+Messages are JSON with a length prefix. A worker processes text that a model wrote, so the parent
+must not execute anything that a worker sends back. The messages are therefore not pickled. This
+module imports only the standard library and `registry`, because the worker imports this module too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """Serializes one message. The JSON text is ASCII, so that a lone surrogate is sent as an
-    escape. UTF-8 cannot encode a lone surrogate, which a broken decode may leave in a text."""
+    """Serializes one message as ASCII JSON text. A decoding error may leave a lone surrogate in a
+    text. UTF-8 cannot encode a lone surrogate, but ASCII JSON contains it as an escape sequence."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
 
 class Unpacker:
-    """Reassembles messages from a stream of chunks that may end anywhere in a message."""
+    """Reassembles messages from chunks of a stream. A chunk may end in the middle of a message."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -144,8 +144,8 @@ class WorkerProcess:
         return messages, True
 
     def kill(self) -> str:
-        """Kills the worker and its children if they still run. Returns a text that says how the
-        worker ended. Idempotent."""
+        """Kills the worker and the worker's children if any of these processes still runs. Returns
+        a text that says how the worker ended. Idempotent."""
         if self._fate is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

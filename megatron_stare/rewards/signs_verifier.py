@@ -25,8 +25,9 @@ def verify(response: str, answer: str) -> float:
     problem's total, else 0.0.
 
     A step is a signed operand, optionally followed by a running total. Every operand must appear
-    once, in the problem's order, and nothing else may appear. The running totals are not checked,
-    because a policy that computes wrong running totals reaches the right total only by luck.
+    once, in the order of the problem. The text must contain nothing besides steps. The running
+    totals are not checked, because a policy that computes wrong running totals reaches the right
+    total only by luck.
 
     Args:
         answer: the problem, such as '33 8 5 2 = 38'.

@@ -2,11 +2,12 @@ r"""Implements STARE's three-way scorer: an answer is right if at least one of t
 it.
 
 The answer's region is the text in the last <answer>. If there is no <answer>, the region is the
-text after the last </thinking> or </think>. If the region contains a mark such as 'Final Answer' or
-'Conclusion', only the text after the mark counts. In a region without a mark, only the last 300
-characters count. The first method reads the region with math-verify. The second method reads the
-last box in the region with math-verify. The third method compares the content of the last box with
-the reference. For the third method, the released code (hp-luo/STARE,
+text after the last </thinking> or </think>. If there is no such tag either, the region is the whole
+response. If the region contains a mark such as 'Final Answer' or 'Conclusion', only the text after
+the mark counts. In a region without a mark, only the last 10 paragraphs count, and at most 300
+characters of these paragraphs. The first method reads the region with math-verify. The second
+method reads the last box in the region with math-verify. The third method compares the content of
+the last box with the reference. For the third method, the released code (hp-luo/STARE,
 verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this module uses
 rewards/math_verifier.py. No box is required, and a bare number at the end counts as an answer. Runs
 in reward workers.
@@ -72,13 +73,14 @@ def answer_region(response: str) -> str:
 
 
 def normal_answer(response: str) -> str:
-    """Returns the normal form that math_verifier.normal_answer gives to the answer's region, or ""
-    if the region has no box."""
+    """Applies math_verifier.normal_answer to the answer's region. Returns "" if the region has no
+    box."""
     return math_verifier.normal_answer(answer_region(response))
 
 
 def _read(text: str, answer: str) -> bool:
-    """Returns True if the answer that math-verify reads in a text equals the reference."""
+    """Reads the answer in a text with math-verify. Returns True if this answer equals the
+    reference."""
     found = parse(text, parsing_timeout=None)
     if len(found) < 2:  # success yields an expression and its text; fewer items mean failure
         return False

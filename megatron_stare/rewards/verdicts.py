@@ -1,5 +1,5 @@
-"""Verifies answers as they arrive. Runs in the caller's event loop and uses the worker processes of
-a VerifierPool."""
+"""Verifies answers as they arrive. The code runs in the caller's event loop, and the verifiers run
+in the worker processes of a VerifierPool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ EARLY = 32
 
 
 class _Desk:
-    """Connects a pool to one event loop. Assigns answers to workers and delivers verdicts for all
-    current rollouts of the event loop.
+    """Connects a pool to one event loop. Serves all rollouts that run in this event loop: assigns
+    their answers to workers and delivers the verdicts.
 
     Drops an answer once its verdict is delivered.
     """
@@ -64,9 +64,9 @@ class _Desk:
     async def _serve(self) -> None:
         """Assigns answers and delivers verdicts until cancelled.
 
-        Wakes up if an answer is added, if a worker sends a message, or if a worker's time limit
-        ends. If `_serve` fails with an error, every current and later call of `of` raises this
-        error.
+        Wakes up when an answer is added, when a worker sends a message, or when a worker exceeds
+        its time limit. If `_serve` fails with an error, every current and later call of `of` raises
+        this error.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -122,8 +122,8 @@ class Verdicts:
     `async with verdicts(...)` opens and closes a Verdicts.
 
     Args:
-        most_failures: number of this rollout's answers that may fail by a timeout or a crash; None:
-            unlimited.
+        most_failures: number of this rollout's answers that may fail through a timeout or a crash;
+            None: unlimited.
     """
 
     def __init__(self, desk: _Desk, most_failures: int | None) -> None:
@@ -157,7 +157,7 @@ class Verdicts:
     async def of_group(
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> list[Verdict]:
-        """Waits, like `of`, for the verdicts on all responses to a prompt. If the group fails as a
+        """Waits for the verdicts on all responses to a prompt; see `of`. If the group fails as a
         whole, each response counts as a failure."""
         self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
@@ -166,8 +166,8 @@ class Verdicts:
     def given(
         self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
     ) -> Verdict:
-        """Returns and counts the verdict of an environment that judges its own responses. Raises
-        TooManyFailuresError like `of`."""
+        """Makes a Verdict from the reward of an environment that judges its own responses, counts
+        the Verdict and returns it. Raises TooManyFailuresError for the same reason as `of`."""
         self._asked += 1
         return self._take(Verdict(reward, status, detail))
 

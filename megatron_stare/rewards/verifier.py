@@ -9,17 +9,17 @@ The verifier's module may also define:
 - `KNOWN_ANSWERS`: triples (response, answer, reward) that every worker grades before any other
   answer.
 - `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot express.
-- `answer_start(response) -> int`: the index of the character where the verifier's parser finds the
-  start of the answer, or -1 if the response has no answer in the right format.
+- `answer_start(response) -> int`: the character index at which the answer starts for the verifier's
+  parser, or -1 if the response has no answer in the right format.
 - `normal_answer(response) -> str`: a normal form of the response's answer, or "" if the response
   has no answer. Answers that differ only in notation have the same normal form. A normal form can
   serve as a reference answer. Majority votes compare normal forms (docs/evaluation.md).
 
 The function's keyword-only parameters are its settings. An example in YAML with one setting is
-`{name: my_pkg.verify, tolerance: 0.1}`. The run itself sets two of the function's parameters. A
-keyword-only parameter `columns` receives a dict of the data row's columns that `data.columns`
-names. A first parameter called `responses` receives a list of all responses to a prompt, and the
-function then returns a list of rewards.
+`{name: my_pkg.verify, tolerance: 0.1}`. The run itself sets two parameters, if the function has
+them. A keyword-only parameter `columns` receives a dict of those columns of the data row that
+`data.columns` names. A first parameter called `responses` receives a list of all responses to a
+prompt; such a function returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
 
 @dataclass(frozen=True)
 class Asked:
-    """Inputs that a verifier's parameters ask for, in addition to response and answer.
+    """Inputs that a verifier needs or accepts, in addition to response and answer.
 
     groups: the verifier receives all responses to a prompt at once.
     columns: the verifier accepts columns of the prompt's data row.
@@ -78,7 +78,8 @@ class Asked:
 
 
 def by_environment(response: str, answer: str) -> float:
-    """Stands for the environment, which gives the reward itself. Is never asked."""
+    """Placeholder for the verifier if the environment gives the rewards itself. This function is
+    never called."""
     raise AssertionError("the environment judges its responses")
 
 
@@ -159,8 +160,8 @@ def rewards_of(
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
-    """Makes the verifier that a name refers to, with the verifier's settings. Tests the verifier on
-    the known answers of the verifier's module, if the module has known answers.
+    """Makes a verifier from its name and settings. If the verifier's module has known answers,
+    tests the verifier on these answers.
 
     Args:
         verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a
@@ -234,8 +235,8 @@ def _proven(verifier: Extension) -> Verifier:
 
 
 def _check_signature(verify: Verifier, name: str) -> None:
-    """Raises ConfigError for a function that cannot be called with one response and an answer. The
-    reward functions of other trainers often take lists, and are therefore rejected."""
+    """Raises ConfigError if a function cannot be called with one response and an answer. Many
+    reward functions of other trainers take lists and are therefore rejected."""
     if not _callable_with_two(verify):
         signature = inspect.signature(verify)
         raise ConfigError(

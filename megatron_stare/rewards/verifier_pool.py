@@ -1,4 +1,5 @@
-"""Judges answers in worker processes that may hang, crash or be killed without harm to the run.
+"""Judges answers in worker processes. A worker process may hang, crash or be killed without harm to
+the run.
 
 A caller passes answers all at once (`verify`) or as they arrive (`verdicts.py`), and receives one
 Verdict for each answer. Workers are independent processes (`rewards/process.py`) that judge one
@@ -36,9 +37,9 @@ class Verdict:
     """Outcome of judging one answer. If there is no reward, `reward` is None and `detail` states
     the reason.
 
-    An answer whose verifier exceeds its time limit counts as wrong (reward 0), so that a policy
-    gains nothing by answers that hang. An answer gets no reward if its verifier is a server that
-    exceeds the time limit, because the server may have caused the delay.
+    If the verifier exceeds the time limit on an answer, the answer counts as wrong (reward 0), so a
+    policy gains nothing by answers that make the verifier hang. If the verifier is a server, the
+    answer gets no reward instead, because the server may have caused the delay.
 
     `answer_at` is the index of the character where the answer begins. If the response has no answer
     in the right format, `answer_at` is -1. If the verifier does not report the position,
@@ -57,7 +58,7 @@ class Verdict:
 
 @dataclass
 class _Slot:
-    """One worker and its current work."""
+    """One worker and the items that were sent to the worker."""
 
     process: WorkerProcess
     # monotonic seconds: end of the time limit for the start, or for the first item; infinite when
@@ -75,8 +76,8 @@ data row."""
 
 @dataclass
 class Answers:
-    """Holds the answers of one caller, the queue of answers that are not sent yet, and the verdicts
-    that are known so far."""
+    """Holds the answers of one caller, the queue of answers that were not sent to a worker yet, and
+    the known verdicts."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
@@ -118,8 +119,8 @@ class TooManyFailuresError(Exception):
 
     Args:
         failed: verdicts of the failed answers, in order of failure.
-        known: number of answers with a verdict of any kind. The pool did not wait for the other
-            answers.
+        known: number of answers that have a verdict, failed or not. The pool did not wait for the
+            other answers.
     """
 
     def __init__(self, failed: Sequence[Verdict], known: int) -> None:
@@ -174,11 +175,11 @@ class VerifierPool:
         answer) or (response, answer, columns).
 
         Waits for the workers, at most `timeout_s` for each answer. An answer that hangs or crashes
-        its worker does not affect other answers. If a worker is killed by SIGKILL, another worker
-        judges the killed worker's answer once more.
+        its worker does not affect other answers. If a worker is killed by SIGKILL, the worker's
+        current answer is judged once more by another worker.
 
-        An exception, including Ctrl-C, closes the pool, because workers may still be judging
-        answers that nobody waits for.
+        Any exception, including Ctrl-C, closes the pool. Otherwise workers could still be judging
+        answers for which no caller waits.
 
         Args:
             most_failures: number of answers that may fail by a timeout or a crash; None: unlimited.
@@ -225,8 +226,8 @@ class VerifierPool:
             raise
 
     def fileno(self) -> int:
-        """Returns a file descriptor for event loops, which is readable when `turn` has something to
-        do. Raises ValueError if the pool is closed."""
+        """Returns a file descriptor that an event loop can watch. The file descriptor is readable
+        when `turn` has something to do. Raises ValueError if the pool is closed."""
         if self._closed:
             raise ValueError("the reward pool is closed")
         return self._selector.fileno()
@@ -252,8 +253,9 @@ class VerifierPool:
         self.close()
 
     def _hand_out(self, answers: Answers) -> None:
-        """Sends every idle worker some of the remaining answers. If few answers remain, a worker
-        gets few answers at a time, so that no worker finishes much later than the others."""
+        """Sends every idle worker some of the remaining answers. The fewer answers remain, the
+        fewer answers a worker gets at once. No worker therefore finishes much later than the
+        others."""
         for slot in self._slots:
             if not answers.queue:
                 return
@@ -333,8 +335,8 @@ class VerifierPool:
         )
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
-        """Assigns the verdict to the worker's current answer, puts the worker's other answers back
-        at the front of the queue, and starts a new worker."""
+        """Replaces a lost worker. Assigns `verdict` to the worker's current answer, puts the
+        worker's other answers back at the front of the queue, and starts a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
         self._return(slot, answers)

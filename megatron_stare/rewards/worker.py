@@ -2,15 +2,15 @@
 `python -m megatron_stare.rewards.worker <verifier> <fd>`.
 
 Reads lists of [response, answer, columns] from the socket `fd`. Writes one message per answer, in
-order, as soon as the answer is judged. If an item contains a list of responses instead of one
-response, the item is a group. The worker answers a group with one message, which is a list of
-messages. The worker's first message is {"ready": {...}} with the inputs that the verifier needs, or
-{"failed": {...}} if the verifier cannot be loaded. Every later message is {"reward": x,
+order, as soon as the answer is judged. An item with a list of responses instead of one response is
+a group. The worker answers a group with a single message that contains a list of messages, one for
+each response. The worker's first message is {"ready": {...}} with the inputs that the verifier
+needs, or {"failed": {...}} if the verifier cannot be loaded. Every later message is {"reward": x,
 "answer_at": n, "answer": text} or {"error": text}.
 
 The verifier runs in the main thread, where signal handlers work. A second thread does nothing but
-read the parent's messages. When the parent is gone, the stream ends and the second thread kills
-this process group, even if a verifier hangs.
+read the parent's messages. When the parent is gone, the stream of messages ends. The second thread
+then kills this process group, even if the verifier hangs.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def judge(
     """Judges responses to one prompt.
 
     Returns:
-        One dict for each response. The dict has the keys "reward", "answer_at" and "answer", or the
-        key "error". The reward is a finite float. `verifier_pool.Verdict` explains "answer_at" and
-        "answer". The error states why there is no reward.
+        One dict for each response. The dict has either the keys "reward", "answer_at" and "answer",
+        or the key "error". The reward is a finite float. `verifier_pool.Verdict` explains
+        "answer_at" and "answer". The error is a text that states why there is no reward.
     """
     try:
         at = [None if answer_start is None else int(answer_start(each)) for each in responses]
@@ -125,7 +125,7 @@ def _message(reward: Any, answer_at: int | None, answer: str | None) -> dict[str
 
 def users_line(error: BaseException) -> str:
     """Returns '(file:line, in function)' for the line of the user's code that raised an error.
-    Returns '' if no code outside this project was running.
+    Returns '' if the traceback contains only code of this project.
 
     The line is taken from the traceback's innermost frame outside this project and outside
     installed libraries. If json raises an error, for example, the user needs the line that passed

@@ -1,1 +1,2 @@
-"""Compares the log-probs of engine and trainer, and sets limits on the differences."""
+"""Compares the engine's log-probs with the trainer's log-probs, and sets limits on the
+differences."""

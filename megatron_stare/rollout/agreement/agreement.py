@@ -1,10 +1,10 @@
-"""Judges how far the log-probs of rollout engine and trainer differ, and names the likely cause if
-they differ too much. Pure.
+"""Judges the differences between the log-probs of rollout engine and trainer, and names the likely
+cause if the differences are too large. Pure.
 
 There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
 run's temperature. The canary comparison runs after every weight sync, at temperature 1. The canary
-is a fixed set of sequences. The likely cause is inferred from which of the two comparisons shows a
-difference, and from the positions of the differing tokens. The ranks that hold the trainer's
+is a fixed set of sequences. The likely cause is inferred from two facts: the comparison that shows
+a difference, and the positions of the tokens that differ. The ranks that hold the trainer's
 log-probs compute the differences (megatron/step/differences.py); this module judges the
 differences.
 """
@@ -110,7 +110,8 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
     position and by weight age in steps.
 
     Args:
-        step: step of the rollout. Tokens that the weights of the previous step sampled have age 1.
+        step: step of the rollout. Tokens that were sampled with the weights of the previous step
+            have age 1.
     """
     if not difference.everywhere.tokens:
         return {}
@@ -125,9 +126,9 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Computes, for every element of `differences`, the mean over likely tokens and the mean over
-    unlikely tokens. Returns the largest mean for likely tokens and the largest for unlikely tokens.
-    The mean over likely or unlikely tokens is left out if there are no such tokens."""
+    """Returns two metrics: the largest mean over likely tokens of any element of `differences`, and
+    the largest mean over unlikely tokens of any element. A metric is left out if there are no such
+    tokens."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -142,8 +143,8 @@ def _nan_first(value: float) -> tuple[bool, float]:
 
 
 def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
-    """Makes a batch of the canary's token ids; see canary.py. Every token of a sequence except the
-    first counts as part of the sequence's response."""
+    """Makes a batch of the canary's token ids; see canary.py. The first token of a sequence is the
+    prompt, and all later tokens are the response."""
     lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
     responses, count = lengths - 1, len(sequences)
     total = int(responses.sum())
@@ -200,7 +201,8 @@ def canary_verdict(
 def rollout_verdict(
     sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits
 ) -> str:
-    """Names the likely cause if the log-probs of sampled tokens differ although the canary agrees.
+    """Names the likely cause if the canary's log-probs agree but the log-probs of sampled tokens
+    differ.
 
     Args:
         sampled: differences between engine and trainer, with the trainer's log-probs at the run's
@@ -238,8 +240,8 @@ def _first_position(difference: LogProbDifference) -> Sizes:
 
 
 def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
-    """Raises AgreementError if a limit is exceeded. `passed` describes the exceeded limits and is
-    empty if no limit is exceeded; see Limits."""
+    """Raises AgreementError if a limit is exceeded. `passed` is a description of the exceeded
+    limits, or "" if no limit is exceeded; see Limits."""
     if not passed:
         return
     raise AgreementError(

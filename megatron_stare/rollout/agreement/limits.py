@@ -38,9 +38,9 @@ class Limits:
     """Largest differences, in nats, at which a run continues. None means unlimited.
 
     largest: limit for a single token. Only float32 has a default for this limit. In float32,
-        rounding alone causes differences that are three orders of magnitude smaller than the
-        differences that any fault causes. In 16 bits the engine's and the trainer's log-probs of
-        single tokens differ by tenths of a nat to several nats without any fault.
+        differences from rounding are three orders of magnitude smaller than differences from any
+        fault. In 16 bits, even without any fault, the engine's and the trainer's log-probs of a
+        single token differ by tenths of a nat to several nats.
     bounds: limits on the mean and on high quantiles of the differences, by name; empty in float32.
     trend: limit on the growth of the mean difference over a run.
     """
@@ -51,8 +51,8 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """Returns the configured limits. A limit that is not configured takes its default from the
-        dtype of the trainer or of the engines, whichever is coarser."""
+        """Returns the configured limits. If a limit is not configured, its default depends on the
+        coarser dtype of trainer and engines."""
         asked, own = config.agreement, config.sglang.agreement_limit
         dtypes = {config.model.dtype, config.sglang.dtype or config.model.dtype}
         coarsest = next((dtype for dtype in BOUNDS if dtype in dtypes), None)
@@ -62,7 +62,7 @@ class Limits:
         return cls(own, bounds, asked.trend)
 
     def lifted(self) -> Limits:
-        """Returns limits that only NaN exceeds; the differences are still logged."""
+        """Returns limits that only a NaN exceeds. The differences are still logged."""
         return Limits(math.inf, dict.fromkeys(self.bounds, math.inf))
 
     @property
@@ -103,21 +103,21 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Returns the difference, in nats, by which a subset of tokens is judged. The returned
-        difference is the mean in 16 bits and the largest in float32. NaN is ignored."""
+        """Returns the difference, in nats, by which a subset of tokens is judged: the mean
+        difference in 16 bits, and the largest difference in float32. NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
     def same(self) -> float:
-        """Value of `size` up to which log-probs count as equal when the cause of a difference is
-        inferred. In float32 the value is a tenth of the limit for a single token. In 16 bits
-        rounding makes up a large share of the limit on the mean, so the value is the whole limit on
-        the mean."""
+        """Largest value of `size` at which log-probs count as equal when the cause of a difference
+        is inferred. In float32 this value is a tenth of the limit for a single token. In 16 bits
+        this value is the limit on the mean, because rounding alone causes a large share of this
+        limit."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property
     def rounding(self) -> float:
-        """Difference, in nats, that rounding alone does not exceed on 99 of 100 tokens."""
+        """Largest difference, in nats, that rounding alone causes on 99 of 100 tokens."""
         return self.bounds["p99"] if self.in_16_bits else self.same
 
     @property

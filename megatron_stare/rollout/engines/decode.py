@@ -54,12 +54,12 @@ def decode_batch(
     model: Any, requests: Sequence[GenerateRequest], params: SamplingParams
 ) -> list[Decoded]:
     """Decodes the responses to all `requests` together. A response has at most
-    `params.max_new_tokens` tokens, or fewer if the request has a lower limit.
+    `params.max_new_tokens` tokens. A request may have a lower limit.
 
-    The sampling noise of a row is keyed on the row's request. Other rows and the removal of
-    finished rows therefore do not change which token is drawn from a given distribution. (The
-    distribution itself changes by float rounding of about 1e-7 if the shape of the matrix products
-    changes.)
+    The sampling noise of a row is keyed on the row's request. The token that is drawn from a given
+    distribution therefore does not depend on other rows or on the removal of finished rows. (The
+    distribution itself changes by about 1e-7, through float rounding, if the shape of the matrix
+    products changes.)
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -106,8 +106,8 @@ def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
-    sets of stop tokens in the requests. True marks the tokens that end a response. The second
-    tensor, [B], contains for each request the index of the row with the request's stop tokens."""
+    sets of stop tokens in the requests. In a row, True marks the tokens that end a response. The
+    second tensor, [B], contains, for each request, the index of its row in the first tensor."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -120,7 +120,7 @@ def _ending(
 def _prefill(
     model: Any, requests: Sequence[GenerateRequest], max_new_tokens: int
 ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
-    """Runs each distinct prompt once; the samples of a group share the prompt's cache.
+    """Runs each distinct prompt once. All samples of a prompt get the prompt's cache.
 
     Returns:
         The logits [B, V] of the first token, the cache, the position [B, 1] of the last prompt
@@ -162,7 +162,7 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 def growing_cache(config: object) -> DynamicCache:
     """Makes an empty cache for a model with this config. New keys and values are written into the
     cache in place; transformers' own cache copies itself at every token. Sliding-window layers and
-    other special layers are not replaced."""
+    other special layers keep the cache of transformers."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -223,13 +223,13 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention of one new token per row to the cache of the row.
+    """Computes the attention of one new token per row to the tokens in the row's cache.
 
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
     row, starting a matrix product costs more than computing the product. This function uses two
-    batched products for all rows. Any input other than one float32 token per row on a CPU is passed
-    to transformers' function for "sdpa". The arguments are the same as in every transformers
-    attention function.
+    batched products for all rows. If the input is anything other than one float32 token per row on
+    a CPU, transformers' function for "sdpa" computes the result. The parameters are the parameters
+    of every attention function in transformers.
 
     Args:
         query: [b, n, 1, d].

@@ -72,7 +72,7 @@ class LostRequest:
 
     reason: what happened to the request, and where.
     late: True if the request's time limit passed.
-    gone: True if the server that should have answered is lost, together with all its requests.
+    gone: True if the request's server is lost, together with all other requests of the server.
     """
 
     rid: str
@@ -86,8 +86,8 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """Raised if an engine is lost because the engine's server has ended, no longer answers, or
-    holds weights that differ from the weights that it received."""
+    """Raised if an engine is lost. The engine's server has ended, no longer answers, or holds
+    weights that differ from the weights that were sent."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class Engine(ABC):
         """Accepts requests for responses. Checks all requests first. If one request is invalid, no
         request is accepted.
 
-        A response depends on the weights, the request and `params`, not on other requests.
+        A response depends only on the weights, the request and `params`. Other requests have no
+        influence.
 
         Raises:
             UserError: a prompt or a sampling field is out of range.
@@ -145,7 +146,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
-        """Opens an update session. The engine generates nothing until the session ends
+        """Opens a session for a weight update. The engine generates nothing until the session ends
         successfully. After a successful session, unanswered requests continue with the new weights.
 
         Args:
@@ -175,9 +176,9 @@ class Engine(ABC):
         """Checks that every parameter arrived exactly once, and publishes the weight version.
 
         Returns:
-            Checksums (weights/sync/stream.py) of the weights that the engine now holds, by name. A
-            checksum is computed in the dtype in which the weight was sent. The checksums are "" if
-            the update is not verified.
+            Checksums (weights/sync/stream.py) of the weights that the engine now holds, by name.
+            The checksum of a weight is computed in the dtype in which the weight was sent. If the
+            update is not verified, each checksum is "".
 
         Raises:
             WeightUpdateError: parameters are missing. After this error the session is closed and
@@ -217,14 +218,14 @@ class Engine(ABC):
 
 
 class ServedEngine(Engine):
-    """An engine that is the client of a server. The server computes log-probs separately from the
-    trainer, so the log-probs of server and trainer are compared at every step. The server's memory
-    can be released while the trainer computes."""
+    """An engine that is the client of a server. The server computes log-probs with its own
+    implementation of the model, so the log-probs of server and trainer are compared at every step.
+    The server's memory can be released while the trainer computes."""
 
     @abstractmethod
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-probs, at temperature 1, of all tokens of every sequence except the first
-        token.
+        """Returns the log-probs at temperature 1. Each sequence has log-probs for all its tokens
+        except the first token.
 
         Raises:
             EngineStateError: the engine is not HEALTHY.
@@ -241,8 +242,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Allocates released memory again. If the weights' memory was released, its contents are
-        undefined after this call, so the engine's state is DIRTY.
+        """Allocates released memory again. If the memory of the weights was released, the contents
+        of this memory are undefined after the call, and the engine's state is DIRTY.
 
         Raises:
             EngineStateError: one of the parts is not released, or the cache would be allocated
@@ -250,9 +251,9 @@ class ServedEngine(Engine):
         """
 
     def sync_target(self) -> SyncTarget | None:
-        """Returns the target to which the trainer's ranks send the weights of the open update
-        directly. If a target is returned, `update_weights` is not called, and `end_sent_update`
-        ends the session. Returns None if the weights must be passed to `update_weights`.
+        """Returns the target to which the trainer's ranks directly send the weights of the open
+        update. The caller then ends the session with `end_sent_update` and never calls
+        `update_weights`. Returns None if the caller must pass the weights to `update_weights`.
 
         Raises:
             EngineStateError: no session is open.
@@ -274,7 +275,7 @@ class ServedEngine(Engine):
 
     def drop_weight_update(self) -> None:
         """Aborts the open update and sets the engine's state to DIRTY. Does nothing if no update is
-        open. Raises EngineStateError if ranks cannot send weights to this kind of engine."""
+        open. For an engine to which ranks cannot send weights, raises EngineStateError."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
@@ -306,8 +307,9 @@ def check_params(params: SamplingParams) -> None:
 def check_requests(
     requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo
 ) -> None:
-    """Raises DataError for the first request that the model cannot process. A server would crash on
-    an invalid token id, and silently cut a prompt that is too long."""
+    """Raises DataError for the first request that the model cannot process. Without this check, a
+    server would crash on an invalid token id, and would silently truncate a prompt that is too
+    long."""
     if len({r.rid for r in requests}) != len(requests):
         raise DataError(
             "two requests of one call have the same rid",

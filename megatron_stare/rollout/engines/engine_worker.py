@@ -69,8 +69,8 @@ class EngineWorker:
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
     ) -> Sequence[GenerateResult | LostRequest]:
-        """Submits requests. Then returns the finished requests with their text, and the lost
-        requests; see Engine.submit and Engine.collect."""
+        """Submits requests. Then returns the results of finished requests, including the text, and
+        the lost requests; see Engine.submit and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
         results = self._engine.collect(wait_s)

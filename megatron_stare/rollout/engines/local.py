@@ -1,8 +1,8 @@
 """Implements an in-process engine: a transformers model on the CPU, by default in float32. The
 engine is suitable for models of a few million parameters; use a server for larger models.
 
-The engine reads only the config of the Hugging Face folder. The weight sync sends the weights. The
-driver sends requests and receives results through engine.py.
+The engine reads only the config in the Hugging Face folder. The weights come from the weight sync.
+The driver sends requests and receives results through the interface in engine.py.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class LocalEngine(Engine):
         self._waiting.extend((request, params) for request in requests)
 
     def collect(self, wait_s: float) -> list[GenerateResult]:
-        """Decodes the next requests, at most `max_batch`, in the order of submission; see Engine.
+        """Decodes up to `max_batch` of the waiting requests, in the order of submission; see
+        Engine.
 
         Raises NonFiniteError if the logits are not finite.
         """
@@ -175,7 +176,8 @@ class LocalEngine(Engine):
     def _check_finite(
         self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]
     ) -> None:
-        """Raises NonFiniteError naming the first request with a log-prob that is not finite."""
+        """Raises NonFiniteError if a log-prob is not finite. The error names the first request with
+        such a log-prob."""
         # one check for all responses
         if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):
             return
@@ -206,8 +208,8 @@ class WeightLedger:
     """Records the parameters of one weight update. Checks that every parameter of `expected`, which
     maps names to shapes, arrives exactly once.
 
-    Real engines report success for an update of an unknown name, so this class checks names and
-    completeness.
+    Servers report success even if an update contains an unknown name. This class therefore checks
+    the names and the completeness of an update.
     """
 
     def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:

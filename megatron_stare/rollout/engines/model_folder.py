@@ -34,8 +34,8 @@ def read_model_config(model_path: str) -> Any:
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids of the tokens that end a response, in ascending order. The ids are the union
-    of the end-of-sequence ids of generation config, tokenizer and model config, because these three
-    sources disagree in published models.
+    of the end-of-sequence ids in generation config, tokenizer and model config. The union is used
+    because these three sources disagree in published models.
 
     Raises:
         DataError: none of the three sources names an end-of-sequence id.
@@ -83,8 +83,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
-    """Raises DataError if the tokenizer has ids beyond the model's embedding rows. The embedding
-    lookup of such an id would crash the run."""
+    """Raises DataError if the tokenizer has token ids for which the model has no embedding row. The
+    embedding lookup of such an id would crash the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(
@@ -114,9 +114,9 @@ def sampled_text(
     trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Decodes only the tokens that the policy sampled, without the environment's tokens, special
-    tokens and stop tokens. If tokens of the environment or a new branch separate two parts of the
-    policy's text, the parts are put on separate lines. Without separate lines, the end of one part
-    and the start of the next part could form an answer that the policy never wrote."""
+    tokens and stop tokens. If environment tokens or the start of a branch separate two parts of the
+    policy's text, the parts are put on separate lines. Otherwise the end of one part and the start
+    of the next part could together read as an answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:
@@ -135,8 +135,8 @@ def sampled_text(
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the text of every token, including special tokens. The concatenation of these texts
-    is the text of the sequence. If several tokens share a character, the last of these tokens has
-    the character and the other tokens have ""."""
+    is the text of the sequence. If several tokens together encode one character, the last of these
+    tokens gets the character and the other tokens get ""."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         # decoded together with the tokens before it, on which spaces and split characters depend

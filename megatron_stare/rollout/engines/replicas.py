@@ -26,13 +26,13 @@ WHERE = "rollout.engine"
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Memory, in bytes, that one rank of a server uses on the rank's GPU, and the setting that
+    """Memory, in bytes, that one rank of a server uses on its GPU. Also describes the setting that
     limits the size of the key/value cache.
 
     token: bytes of the keys and values of one token in the cache.
     setting: full name of the setting that limits the cache, such as sglang.cache_tokens.
     unit: number of bytes in one unit of the setting.
-    before: bytes that the setting covers in addition to the cache, such as the weights.
+    before: bytes that the setting's value includes in addition to the cache, such as the weights.
     digits: number of decimal places of the setting's value.
     """
 
@@ -52,9 +52,9 @@ class ServedMemory:
 
 
 class ReplicaPart(ABC):
-    """The part of a replica that is on a node other than the node of the replica's own worker. A
-    worker on the part's node holds the part. The replica's own worker calls the worker that holds
-    the part."""
+    """One part of a replica that spans several nodes. The part is on a node other than the node of
+    the replica's own worker. A worker on the part's node holds the part and is called by the
+    replica's own worker."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
@@ -66,8 +66,8 @@ class ReplicaPart(ABC):
 
     @abstractmethod
     def ended(self) -> str | None:
-        """Describes how the processes of this part of the replica ended, with their last output.
-        Returns None if the processes run or were never started."""
+        """Describes how the processes of this part ended, and includes their last output. Returns
+        None if the processes still run or were never started."""
 
     @abstractmethod
     def memory_mb(self) -> float:
@@ -116,8 +116,8 @@ class Route:
 
 
 class Replica(ABC):
-    """An engine that is starting. The constructor starts whatever takes long to start, such as a
-    server, so that all replicas of a run start in parallel.
+    """An engine that is starting. The constructor starts everything that takes long to start, such
+    as a server, and does not wait. All replicas of a run therefore start in parallel.
 
     Args:
         number: number of the replica in the run.
@@ -139,17 +139,18 @@ class Replica(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends everything that the constructor started. `close` may be called repeatedly, also
-        after the engine was closed."""
+        """Ends everything that the constructor started. `close` may be called several times, and
+        may be called after the engine was closed."""
 
     @classmethod
     @abstractmethod
     def check(cls, config: Config, shape: ModelShape) -> None:
-        """Raises ConfigError for errors that can be found before anything is started."""
+        """Raises ConfigError if the configuration has an error that can be found before anything is
+        started."""
 
     @classmethod  # noqa: B027 - most engines receive buckets, which reach any node
     def check_sync(cls, config: Config) -> None:
-        """Raises ConfigError if the weights of the trainer's ranks could not reach the replica."""
+        """Raises ConfigError if the trainer's ranks cannot send their weights to the replica."""
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
@@ -170,7 +171,7 @@ class Replica(ABC):
 
     @classmethod
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
-        """Returns the release of the installed server software and the supported releases. Returns
+        """Returns the installed release of the server software, and the supported releases. Returns
         None if the run starts no server."""
         return None
 
@@ -186,9 +187,9 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """Returns a reduced configuration that `check` can handle if the server software is not
-        installed on this machine. Returns None if the server software is installed, or if the run
-        starts no server on this machine."""
+        """If the server software is not installed on this machine, returns a reduced configuration
+        that `check` can still check. Returns None if the server software is installed, or if the
+        run starts no server on this machine."""
         return None
 
     @classmethod
@@ -206,10 +207,10 @@ class Replica(ABC):
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes one part of a replica that spans several nodes. `number` is the index of the
-        replica, `node` is the index of the node among the replica's nodes, and `address` is the
-        address of this node. Does not start the part. Node 0 is the node of the replica's own
-        worker, so `node` is at least 1."""
+        """Makes one part of a replica that spans several nodes, but does not start the part.
+        `number` is the index of the replica. `node` is the index of the part's node among the
+        replica's nodes, and `address` is the address of the part's node. Node 0 is the node of the
+        replica's own worker, so `node` is at least 1."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
@@ -278,7 +279,8 @@ def make_part(config: Config, number: int, node: int, address: str = LOOPBACK) -
 
 
 def check_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if the engine does not exist or could not run with this configuration."""
+    """Raises ConfigError if the configured engine does not exist, or cannot run with this
+    configuration."""
     _settings(config, resolve_engine(config.rollout.engine))
     _kind(config).check(config, shape)
 

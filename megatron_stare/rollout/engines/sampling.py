@@ -2,7 +2,7 @@
 position).
 
 The noise of a response therefore does not depend on the batch, on the engine, or on a restart. The
-requests provide the keys of the noise. decode.py provides the logits and receives tokens and
+keys of the noise come from the requests. The caller, decode.py, passes logits and gets tokens and
 log-probs.
 """
 
@@ -51,11 +51,11 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
 def absorb(
     state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """Mixes one more word into the state with splitmix64. The word is [B] or one number for all
-    rows.
+    """Mixes one more word into the state with splitmix64. `word` is a vector [B], or one number for
+    all rows.
 
-    For a given word the function is a bijection of the state, and for a given state it is a
-    bijection of the word. Keys that differ in one component therefore never collide.
+    With a fixed word, the function is a bijection of the state. With a fixed state, the function is
+    a bijection of the word. Keys that differ in one component therefore never collide.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -71,14 +71,14 @@ def choose_tokens(
     Args:
         logits: [B, V].
         temperature: divides the logits.
-        noise: [B] float64 in [0, 1), from which the inverse of the cumulative distribution finds
-            the token. None: choose the likeliest token.
+        noise: [B] float64 in [0, 1). The inverse of the cumulative distribution maps the noise to a
+            token. None: choose the likeliest token.
         top_p: sample only from the smallest set of likeliest tokens whose probabilities sum to at
             least top_p; 1: sample from all tokens.
 
     Returns:
-        [B] int64 tokens, and [B] float32 log-probs in nats of the temperature-scaled distribution.
-        A token of probability 0 is never drawn. Rows with NaN yield a NaN log-prob.
+        [B] int64 tokens, and [B] float32 log-probs, in nats, under the temperature-scaled
+        distribution. A token of probability 0 is never drawn. Rows with NaN yield a NaN log-prob.
     """
     rows = max(1, _BLOCK // logits.shape[-1])
     if logits.shape[0] <= rows:

@@ -1,9 +1,10 @@
-"""Broadcasts weights in a process group of a sender and all servers. The sender is rank 0 of the
-group. The next ranks of the group are the ranks of the first server, then the ranks of the second
-server, and so on. The order of the ranks does not depend on the servers' machines.
+"""Broadcasts weights in a process group that consists of one sender and all servers. The sender is
+rank 0 of the group. The ranks of the first server come next, then the ranks of the second server,
+and so on. The order does not depend on the machines of the servers.
 
-Each sender makes its own group over a TCP store and does not register the group with
-torch.distributed. The sender is a rank of the trainer and already has another default group.
+Each sender makes its own group over a TCP store. The sender does not register this group with
+torch.distributed, because the sender is a rank of the trainer and already has another default
+group.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class BroadcastSync(WeightSync):
     and kept until a broadcast fails.
 
     Args:
-        places: places of the servers. The ranks of a server may be on several machines. None: the
-            ranks of a server are all on the machine that answers requests.
+        places: places of the servers, whose ranks may be on several machines. None: all ranks of a
+            server are on the machine that answers the server's requests.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class BroadcastSync(WeightSync):
             await self._join(layouts)
 
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
-        """Makes the group. This process joins in a thread while the servers join, because both
-        sides wait for each other."""
+        """Makes the group. Joining blocks until all members join, so this process joins in a thread
+        while it asks the servers to join."""
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()
@@ -159,13 +160,13 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns, for each server, the group rank of the server's rank 0. The server adds its own rank
-    numbers to this group rank. The last entry is the size of the group."""
+    """Returns, for each server, the group rank of the server's rank 0. The group rank of the
+    server's rank n is higher by n. The last entry of the list is the size of the group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 
 def address_facing(urls: Sequence[str]) -> str:
-    """Returns this machine's address on the network interface that leads to the servers. Returns
+    """Returns this machine's address on the network interface that connects to the servers. Returns
     the loopback address if all servers are on this machine.
 
     Raises:
@@ -208,7 +209,7 @@ def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenates the tensors' bytes. If the tensors are adjacent in memory, returns a view of
-    this memory and does not copy the bucket."""
+    this memory, without a copy."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     start = pieces[0]
     end = start.data_ptr()

@@ -1,7 +1,7 @@
 """Asynchronous client of one SGLang server. protocol.py makes the request bodies and parses the
 answers.
 
-Answers are JSON; nothing from a server is unpickled.
+Answers are JSON. Data from a server is never unpickled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class NotJsonError(SGLangError):
 class SGLangClient:
     """HTTP client of one server.
 
-    Every method waits for one answer. The wait ends when the connection ends, or after `timeout_s`.
+    Every method waits for one answer. The method stops waiting when the connection ends, or after
+    `timeout_s`.
 
     Args:
         url: URL of the server, without a path.
@@ -67,8 +68,8 @@ class SGLangClient:
         transport: object that handles the requests instead of an HTTP connection.
         response_s: time limit of one response, seconds; None: `timeout_s`. A response that takes
             longer than the limit is lost.
-        router: URL that receives the requests for responses instead of the server. Any server
-            behind the router may answer.
+        router: URL to which requests for responses are sent, instead of the server's URL. Any
+            server behind the router may answer.
     """
 
     def __init__(
@@ -166,13 +167,13 @@ class SGLangClient:
         return answer
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Generates one response. Cancelling the call leaves the request running on the server, so
-        the caller must also abort the request."""
+        """Generates one response. If the call is cancelled, the request still runs on the server,
+        so the caller must also abort the request."""
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """Generates a long response and returns `read(answer)`. `read` must not keep a reference to
-        the answer.
+        """Generates a long response and returns `read(answer)`, where `answer` is the server's
+        parsed answer. `read` must not keep a reference to the answer.
 
         The request goes to the router if there is a router.
 
@@ -200,7 +201,8 @@ class SGLangClient:
     async def asks_for_key(self) -> bool:
         """Returns True if the server refuses a request without the key.
 
-        SGLang protects all endpoints of a server alike, except /health.
+        One request is enough, because SGLang protects all endpoints of a server in the same way,
+        except /health.
         """
         headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
         status, _ = await self._request("GET", "/model_info", headers, None)
@@ -230,8 +232,8 @@ class SGLangClient:
         """Drops the prefix cache.
 
         Args:
-            idle_s: seconds that the server may take until no request is running or queued. An
-                aborted request is answered shortly before its batch ends.
+            idle_s: seconds for which the server waits until no request is running or queued. An
+                aborted request may still be in its batch shortly after the request is answered.
 
         Raises:
             SGLangError: requests are still in flight.
@@ -241,15 +243,15 @@ class SGLangClient:
         )
 
     async def release_memory(self, parts: Collection[str]) -> None:
-        """Releases weights or cache, if the server was started with --enable-memory-saver (CUDA
-        only). A server without --enable-memory-saver, such as a CPU server, accepts the call but
-        releases no memory. Releasing the cache drops the prefix cache. Releasing weights or cache
-        crashes the server if a request is in flight."""
+        """Releases the given parts of MEMORY (weights, cache). The server must have been started
+        with --enable-memory-saver (CUDA only). A server without --enable-memory-saver, such as a
+        CPU server, accepts the call but releases no memory. Releasing the cache drops the prefix
+        cache. Releasing any part crashes the server if a request is in flight."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Allocates released memory again; the contents of the memory are undefined. If the server
-        had not released the memory, this call crashes the server."""
+        """Allocates released memory again. The contents of the memory are undefined. This call
+        crashes the server if the memory was not released before."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:
@@ -267,7 +269,7 @@ class SGLangClient:
     async def checksums(self) -> list[dict[str, str]]:
         """Returns SGLang's checksums of the parameters of each tensor-parallel rank, on all nodes.
         The keys are SGLang's parameter names. With attention data parallelism, every group of ranks
-        answers for all ranks, and the answers must agree."""
+        reports the checksums of all ranks, and the reports must agree."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks: dict[int, dict[str, str]] = {}
         for each in answer["ranks"]:
@@ -298,8 +300,8 @@ def _tags(parts: Collection[str]) -> list[str]:
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
     for every token, and no reference cycles. The garbage collector would therefore find nothing to
-    free in answers. Yet the garbage collector would traverse the lists of every answer and, after
-    every few answers, all objects of the process."""
+    free in an answer. It would still traverse the lists of every answer and, once every few
+    answers, all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -38,13 +38,14 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Uses SGLang's hook registry to replace functions that a CPU server of this project cannot use
-    unchanged.
+    """Replaces functions of SGLang that a CPU server of this project cannot use unchanged. The
+    replacement uses SGLang's hook registry.
 
-    SGLang honours seeds only in deterministic inference, which requires a GPU or a kernel package.
-    The functions that deterministic inference calls are therefore replaced. SGLang's processes
-    report their load in a file in /dev/shm, and a killed server would leave this file behind. The
-    load file is therefore moved to the server's own folder, which is removed with the server.
+    SGLang honours seeds only in deterministic inference, and deterministic inference requires a GPU
+    or a kernel package. The functions that deterministic inference calls are therefore replaced.
+    SGLang's processes also report their load in a file in /dev/shm, and a killed server would leave
+    this file behind. The file is therefore moved to the server's own folder, which is removed with
+    the server.
     """
     if torch.cuda.is_available():
         return
@@ -82,29 +83,30 @@ def _let_open_shared() -> None:
 
 
 def _plain_kernels() -> None:
-    """Does nothing. SGLang calls this function instead of the function that switches to
-    batch-invariant kernels, so torch's own kernels stay in use."""
+    """Does nothing. Replaces SGLang's function that switches to batch-invariant kernels. torch's
+    own kernels therefore stay in use."""
 
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
-    """Does not pin host memory, because no GPU copies from it."""
+    """Does nothing. Replaces a function that pins host memory for copies to a GPU."""
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors in the same way as SGLang's CPU engine. SGLang without its CPU engine would
-    call a CUDA operator."""
+    """Gathers tensors in the same way as SGLang's CPU engine. Without the CPU engine and without
+    this function, SGLang would call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
 def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Reduces and scatters; see _gathered."""
+    """Reduces and scatters tensors, for the same reason as _gathered."""
     ranks._reduce_scatter_tensor(output, of)
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
-    """Makes SGLang use its CPU code for padding if groups of ranks serve separate requests. Without
-    this function, SGLang uses the CPU code only with SGLang's CPU engine. The attention backends of
-    the CPU engine define a fill value for lengths, so this function defines the fill value too."""
+    """Makes SGLang use its CPU code for padding. Padding is needed if groups of ranks serve
+    separate requests. Without this function, SGLang uses the CPU code only with its CPU engine.
+    This function also defines the fill value for lengths, because only the attention backends of
+    the CPU engine define this value."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -120,7 +122,7 @@ def copied_rows(
         to, of: [n, ...], with equal numbers of columns.
         dim: 0.
         offset: first row, in `of` if `offset_in_source`, else in `to`.
-        rows: number of rows; limited by the lengths of `to` and `of`.
+        rows: number of rows to copy, at most the lengths of `to` and `of`.
     """
     first, count = int(offset), min(int(rows), len(to), len(of))
     if offset_in_source:
@@ -130,7 +132,7 @@ def copied_rows(
 
 
 def _nothing_under_way(device: object = None) -> None:
-    """Returns at once, because there is no GPU to wait for."""
+    """Does nothing, because there is no GPU whose work must be waited for."""
 
 
 def _path_of_loads(instance: str) -> str:

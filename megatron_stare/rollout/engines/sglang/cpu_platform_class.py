@@ -11,8 +11,8 @@ from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION
 
 
 class CpuPlatform(SRTPlatform):
-    """A CPU that runs SGLang's plain torch code. The reported memory is the memory of the whole
-    machine."""
+    """SGLang's platform for a CPU that runs SGLang's plain torch code. The platform reports the
+    memory of the whole machine."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"

@@ -98,7 +98,7 @@ class DiskSync(WeightSync):
 
 
 class _whole:
-    """Context in which a file is written under a temporary name. The file gets its final name if
+    """Writes a file under a temporary name during a `with` block. The file gets its final name if
     the block succeeds."""
 
     def __init__(self, file: Path, ending: str) -> None:

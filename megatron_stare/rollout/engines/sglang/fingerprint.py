@@ -1,10 +1,11 @@
-"""Computes the checksums that an SGLang server's ranks must report if they hold the sent weights.
-Pure.
+"""Computes the checksums that the ranks of an SGLang server report if the ranks hold the sent
+weights. Pure.
 
 SGLang stacks some Hugging Face tensors into one parameter, and shards each parameter over the
 server's ranks. Each rank reports a hash of its shard of every parameter. This module therefore
-hashes the shards of the sent tensors in SGLang's stacking order. The hashes and the parameter names
-of every rank are compared, because a server reports success even for an unknown name.
+hashes the shards of the sent tensors in SGLang's stacking order. The hashes of every rank are
+compared. The parameter names are compared too, because a server reports success even for an unknown
+name.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 @dataclass
 class Stack:
     """Unfinished hash of one parameter of a rank. The parts of the parameter are added as they
-    arrive. Several senders may each have some of a layer's experts. On servers with GPUs the hash
-    is a sum over positions, so the hashes of several senders can be merged."""
+    arrive. The experts of a layer may come from several senders, and each sender hashes its own
+    experts. On servers with GPUs the hash is a sum over positions, so the hashes of several senders
+    can be merged."""
 
     count: int | None
     digest: Digest
@@ -111,8 +113,9 @@ class Fingerprint:
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Returns this sender's part of `checksums`. For servers on GPUs, the matrices of experts
-        remain Stacks, which are later merged with the Stacks of other senders."""
+        """Returns this sender's part of `checksums`. For servers on GPUs, the result contains
+        Stacks for the matrices of experts. These Stacks are later merged with the Stacks of other
+        senders."""
         return [
             {
                 n: s if s.placed else s.digest.hexdigest()
@@ -141,8 +144,8 @@ def _lacks(stack: str | Stack) -> bool:
 
 
 def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
-    """Lists the differences between the weights that a server's ranks hold and the weights that
-    were sent. The list has one line per difference."""
+    """Compares the checksums of the weights that a server's ranks hold with the checksums of the
+    sent weights. Returns one line per difference."""
     if len(sent) != len(held):
         return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
     return [

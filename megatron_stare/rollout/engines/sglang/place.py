@@ -1,5 +1,5 @@
-"""Describes the machine and the visible GPUs of a process. Machine and GPUs together determine
-which memory handles the process can open."""
+"""Describes the machine and the visible GPUs of a process. Machine and GPUs determine the memory
+handles that the process can open."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Place:
-    """A machine, and the UUIDs of the GPUs that a process on this machine sees. A field is empty if
-    its value is unknown.
+    """A machine, and the UUIDs of the GPUs that a process on this machine sees. `host` and `gpus`
+    are empty if their values are unknown.
 
     others: addresses of the other machines on which a server has ranks.
     """
@@ -38,8 +38,9 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """Returns a text that identifies this machine or container. Any two machines or containers
-    differ in at least one of host name, boot id, network namespace and shared memory."""
+    """Returns a text that identifies this machine or container. The text consists of host name,
+    boot id, network namespace and shared memory. Any two machines or containers differ in at least
+    one of these four."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))
@@ -102,10 +103,9 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
 def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
-    """Assigns one rank of the trainer to every rank of every server. The server rank can open the
-    memory of the assigned rank. On GPUs a server rank opens the memory of the trainer's rank on the
-    same GPU. For servers on CPUs, the trainer's ranks on the server's machine are assigned to the
-    server ranks in turn.
+    """Assigns one rank of the trainer to every rank of every server. The server's rank can open the
+    memory of the trainer's rank. On GPUs, both ranks are on the same GPU. On CPUs, both ranks are
+    on the same machine, and the trainer's ranks on this machine are assigned in turn.
 
     Args:
         servers: URL, place and layout of each server. The place of a server on GPUs lists the GPUs
@@ -113,7 +113,9 @@ def carriers(
         ranks: places of all ranks of the trainer.
 
     Raises:
-        ConfigError: no rank of the trainer is on the GPU or machine of a server's rank.
+        ConfigError: no rank of the trainer is on the GPU or machine of a server's rank, or a
+            server's ranks are on several machines, or the GPUs of a server's ranks are not all
+            known.
     """
     found, taken = [], Counter[str]()
     for url, place, layout in servers:

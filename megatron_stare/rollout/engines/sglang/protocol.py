@@ -1,5 +1,5 @@
-"""Builds requests to SGLang servers and parses their answers, according to the observed behaviour
-of supported versions. Pure: no I/O.
+"""Builds requests to SGLang servers and parses the servers' answers. The module follows the
+observed behaviour of the supported versions. Pure: no I/O.
 
 This module makes the bodies of HTTP requests from the engine's requests. The client (client.py)
 sends the bodies. `result_of` parses the server's answers.
@@ -49,8 +49,8 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
     Args:
         info: the server's /server_info.
-        flags: for each flag, the setting that needs the flag. A CPU server passes without
-            --enable-memory-saver, because a CPU server keeps its memory.
+        flags: needed flags, each with the setting that needs the flag. A CPU server does not need
+            --enable-memory-saver, because a CPU server never releases its memory.
     """
     for flag, setting in flags.items():
         if not info.get(flag) and not (flag == "enable_memory_saver" and info["device"] == "cpu"):
@@ -62,9 +62,9 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 
 def check_precision(arguments: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a server that computes in 8 bits. The expected log-prob difference
-    between an 8-bit server and the trainer is unknown. Differences that come from rounding could
-    therefore not be distinguished from differences that come from wrong weights.
+    """Raises ConfigError for a server that computes in 8 bits. The normal log-prob difference
+    between an 8-bit server and the trainer is unknown. A difference from rounding could therefore
+    not be distinguished from a difference from wrong weights.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -81,14 +81,14 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
 
 
 def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> None:
-    """Raises ConfigError if the server uses speculative decoding whose tokens are not samples of
-    the model. Algorithms other than NGRAM are refused too, because a weight sync beside a draft
-    model was never tried.
+    """Raises ConfigError if the server uses speculative decoding and the generated tokens are not
+    samples from the model. Also raises ConfigError for every algorithm except NGRAM, because a
+    weight sync to a server with a draft model was never tried.
 
-    The agreement checks of engine and trainer would not detect such tokens, because the log-probs
-    of the tokens are right. According to SGLang's source (eagle_utils.py, 0.5.23), verification on
-    CPUs takes the likeliest token at every temperature. On CUDA the tokens are exact samples if
-    both acceptance thresholds are 1.
+    The agreement checks would not detect tokens that are not samples from the model, because the
+    log-probs of such tokens are right. According to SGLang's source (eagle_utils.py, 0.5.23),
+    verification on CPUs takes the likeliest token at every temperature. On CUDA the tokens are
+    exact samples if both acceptance thresholds are 1.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -126,8 +126,8 @@ def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
     """Returns a seed of 31 bits that depends only on (seed, step, prompt cursor, sample index,
     branch).
 
-    SGLang's noise depends on the seed and on a token's position after its context. Two branches may
-    have tokens at the same position, so each branch has its own seed.
+    SGLang's noise depends on the seed and on a token's position after its context. Tokens of two
+    branches may have the same position, so each branch has its own seed.
     """
     step = params.step if request.noise_step is None else request.noise_step
     keys = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
@@ -142,12 +142,12 @@ def sampling_fields(
     max_new_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Returns every sampling field that affects a response. Because every field is set, no default
-    of the server's release or of the model folder applies.
+    """Returns a value for every sampling field that affects a response. No default of the server's
+    release or of the model folder applies.
 
-    Only evaluation truncates the distribution, and only by top-p. Top-k is set only for greedy
-    decoding. Min-p, penalties, bias and grammars are never used. In training, truncation would make
-    the engine's distribution differ from the trainer's distribution.
+    The distribution is truncated only in evaluation, and only by top-p. In training, truncation
+    would make the engine's distribution differ from the trainer's distribution. Top-k is set only
+    for greedy decoding. Min-p, penalties, bias and grammars are never used.
 
     Args:
         stop_token_ids: stop tokens in addition to the stop tokens of `params`.
@@ -199,8 +199,8 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
 
 
 def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    """Returns the body of a POST /generate request. The answer contains the log-probs, at
-    temperature 1, of all `tokens` except the first."""
+    """Returns the body of a POST /generate request for the log-probs, at temperature 1, of all
+    `tokens` except the first token."""
     fields = SamplingParams(
         temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True
     )
@@ -305,9 +305,8 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
 def _column(
     values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
 ) -> Tensor:
-    """Returns a tensor [n] of the n `values`. If `of` is given, the tensor contains the result of
-    `of` for each value instead. Uses numpy, which reads Python numbers ten times faster than
-    torch."""
+    """Returns a tensor [n] of the n `values`. If `of` is given, applies `of` to each value first.
+    Uses numpy, because numpy reads Python numbers ten times faster than torch."""
     return torch.from_numpy(
         np.fromiter(values if of is None else map(of, values), dtype, len(values))
     )
@@ -346,8 +345,8 @@ def _finish_reason(
 
 
 def check_stop(answer: dict[str, Any], token: int, where: str) -> None:
-    """Raises SGLangError unless the answer consists of `token` with a log-prob, and names `token`
-    as the reason for the stop."""
+    """Raises SGLangError unless `token` is the only token of the answer, has a log-prob, and is
+    reported as the reason for the stop."""
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason = meta["finish_reason"]
     sampled = [entry[1] for entry in meta.get("output_token_logprobs") or []]

@@ -1,5 +1,5 @@
-"""Makes an SGLang engine from a run's configuration. Starts a server or attaches to a running
-server, and makes the server's client and the weight sync."""
+"""Makes an SGLang engine from a run's configuration. Starts a server, or attaches to a running
+server. Makes the client of the server, and the weight sync."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ class SGLangReplica(Replica):
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for errors that can be found before a server is started."""
+    """Raises ConfigError if the configuration has an error that can be found before a server is
+    started."""
     if config.sglang.urls:
         check_lengths(config, shape)
         check_attached(config)
@@ -213,8 +214,8 @@ def check_servers(config: Config, shape: ModelShape) -> None:
 
 
 def server_flags(config: Config) -> dict[str, str]:
-    """Returns the flags with which servers must have been started. Each flag comes with the setting
-    of the run that requires the flag."""
+    """Returns the flags that servers must have been started with, as a dict. The value of a flag is
+    the setting of the run that requires the flag."""
     wanted = {
         "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
         "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
@@ -224,9 +225,9 @@ def server_flags(config: Config) -> dict[str, str]:
 
 
 def sglang_python(config: Config) -> str:
-    """Returns the Python interpreter of SGLang's environment. The setting or the environment
-    variable names the interpreter. If neither names an interpreter, the interpreter in the checkout
-    is used.
+    """Returns the Python interpreter of SGLang's environment. The interpreter is named by the
+    setting or by the environment variable. If both are missing, the interpreter in the checkout is
+    used.
 
     Raises:
         ConfigError: no source names an interpreter. A package that was installed from a wheel has
@@ -284,7 +285,8 @@ def server_options(
 
 
 def servers_target(config: Config) -> ServersTarget:
-    """Returns the target of the run's weight syncs. The target does not contain any servers yet."""
+    """Returns the target of the run's weight syncs, without any servers. The servers are added
+    later."""
     return ServersTarget(
         config.sglang.sync,
         config.runtime.timeout_s,
@@ -301,10 +303,10 @@ def served_dtype(config: Config) -> str:
 
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
-    """Predicts the memory that one rank's shard of the weights and one rank's cache need on a GPU
-    of `capacity` bytes. The cache takes the part of the server's GPU share that the weights leave
-    free. If `sglang.cache_tokens` tokens need less memory, the cache takes only the memory of
-    `sglang.cache_tokens` tokens."""
+    """Predicts the memory of one rank of a server, for its shard of the weights and for its cache,
+    on a GPU of `capacity` bytes. The server may use a fraction of the GPU, and the cache takes the
+    part of this fraction that the weights leave free. If `sglang.cache_tokens` tokens need less
+    memory, the cache takes only the memory of these tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel

@@ -5,9 +5,9 @@ Started in SGLang's environment:
 
     python -m megatron_stare.rollout.engines.sglang.serve <arguments of sglang.launch_server>
 
-The API key is passed in the environment, where other users do not see it. The starting process
-holds standard input open and never writes to it. When standard input closes, for whatever reason,
-the server exits.
+The API key is passed in an environment variable, so other users of the machine do not see the key.
+The process that starts the server keeps the server's standard input open and never writes to it.
+When standard input closes, for whatever reason, the server exits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SCRATCH_VARIABLE = "TMPDIR"  # the server's own folder, removed with it
 
 
 def _let_torchvision_import() -> None:
-    """Defines the operators that `import torchvision` needs, if torchvision's own library does not
-    load.
+    """If torchvision's own library does not load, defines the operators that `import torchvision`
+    needs.
 
     The library in torchvision's CPU wheel may require CUDA libraries and therefore not load. If the
     library loads, a static initialiser in the library defines the operators. The initialiser would
@@ -93,10 +93,10 @@ def _leave(code: int) -> NoReturn:
 def _guard(scratch: str) -> None:
     """Forks a guard process outside this process group. The guard kills this process group once the
     process that started the server is gone. Without the guard, some of SGLang's processes would
-    survive if this process were killed together with its starter. Ray, for example, kills the
-    processes that an actor started. The guard also kills the group when this process ends. If only
-    this process has ended, the server's log remains until the process that started the server
-    closes standard input."""
+    survive if this process and the process that started the server were both killed. Ray, for
+    example, kills an actor together with the processes that the actor started. The guard also kills
+    the group when only this process ends. In this case the server's log remains until the process
+    that started the server closes standard input."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()

@@ -1,5 +1,5 @@
-"""Computes, part by part, the parameter hashes that SGLang servers report. Servers on CPUs and
-servers on GPUs report different kinds of hashes.
+"""Computes the parameter hashes that SGLang servers report. A hash is computed incrementally from
+parts of the parameter. Servers on CPUs and servers on GPUs report different kinds of hashes.
 
 `/weights_checker` hashes a tensor on the tensor's device. On a CPU the hash is SHA-256. On a GPU a
 kernel computes the hash with integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the
@@ -38,8 +38,8 @@ class Digest(Protocol):
 
 
 def digest_on(device: str) -> Digest:
-    """Returns an empty hash for a server whose /server_info reports this device. torch also calls
-    AMD GPUs cuda."""
+    """Returns an empty hash of the kind that a server on `device` reports. `device` is the device
+    in the server's /server_info; torch calls AMD GPUs cuda too."""
     return TiledDigest() if device == "cuda" else Sha256Digest()
 
 
@@ -89,8 +89,8 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds a part at byte offset `start`. Parts may come in any order. Some parts may be added
-        to another digest; `joined` then merges the digests. `start` and the part's size are
+        """Adds a part at byte offset `start`. Parts may come in any order. If other parts were
+        added to another digest, `joined` merges the two digests. `start` and the part's size are
         multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
@@ -107,8 +107,8 @@ class TiledDigest:
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling, which has only one sum per tile and is in host memory.
-        Digests are pickled so that another process can join them."""
+        """Returns the state for pickling. The state has one sum per tile and is in host memory. A
+        digest is pickled to be joined with other digests in another process."""
         first, sums = self._tiles()
         return {
             "_words": self._words,
@@ -117,8 +117,8 @@ class TiledDigest:
         }
 
     def _tiles(self) -> tuple[int, Tensor]:
-        """Returns the index of the first tile with data, and the sums [tiles, 2] from this tile
-        on."""
+        """Returns the index of the first tile with data, and the sums [tiles, 2] of this tile and
+        all later tiles."""
         if not self._sums:
             return 0, torch.zeros(0, 2, dtype=torch.int64)
         first = min(at for at, _ in self._sums)
@@ -129,8 +129,8 @@ class TiledDigest:
         return first, totals
 
     def _add(self, words: Tensor, position: int) -> None:
-        """Sums the words of every tile. Starts with the words that fill the open tile, continues
-        with full tiles, and ends with the remaining words."""
+        """Adds `words` to the sums of their tiles. The first words may fill up an open tile. Full
+        tiles follow, and the last words may open another tile."""
         while words.numel():
             filled = position % _TILE
             if filled or words.numel() < _TILE:
