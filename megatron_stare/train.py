@@ -30,8 +30,7 @@ def train(
     """Trains the policy and returns the run directory.
 
     Args:
-        resume: resume from the checkpoint of step `from_step`, or from the newest checkpoint if
-            `from_step` is None.
+        resume: resume from the checkpoint of `from_step`, or from the newest if that is None.
         dump_step: step whose first update is dumped, with batch, weights, loss and gradients.
         limit: time limit of the run.
 
