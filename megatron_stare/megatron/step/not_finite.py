@@ -3,8 +3,8 @@ of such numbers.
 
 When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
 data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
-gradient is finite. On request, `look` finds the weights, gradients and samples that are not finite
-after the update.
+gradient is finite. After a skipped update, `look` finds on request which weights, gradients and
+samples are not finite.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def look(
     tokens: TokenBatch | None,
     lost: Tensor | None,
 ) -> NotFinite:
-    """Finds the numbers on this rank that are not finite, after an update that was skipped.
+    """Finds the numbers on this rank that are not finite. Call `look` after an update was skipped.
 
     Args:
         tokens: this rank's tokens, on the last stage.
