@@ -146,10 +146,11 @@ def token_numbers(
 
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
     divided by -(coefficient x advantage). This weight is the factor that multiplies the advantage
-    after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. Methods
-    in a user's own file get the weight too. A token with coefficient 0 has weight 0, and a token
-    with advantage 0 has weight NaN. If several ranks hold tokens of the same responses, all these
-    ranks must call `token_numbers`, because a method's loss may contain a sum over these ranks.
+    after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. For a
+    method in a user's own file, the weight is computed in the same way. A token with coefficient 0
+    has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold tokens of the
+    same responses, all these ranks must call `token_numbers`, because a method's loss may contain a
+    sum over these ranks.
 
     Args:
         objective: the update's objective.

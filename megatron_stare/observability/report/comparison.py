@@ -23,8 +23,8 @@ _BY_STEP = (
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
-    """Compares the figures of `run` with the figures of `first`. Returns, for each figure's label,
-    the value of `run` minus the value of `first`."""
+    """Compares the figures of `run` with the figures of `first`. Returns the differences by the
+    figures' labels. A difference is the value of `run` minus the value of `first`."""
     found: dict[str, Figure] = {}
     for task in first.tasks:
         one, two = first.on_task(task), run.on_task(task)
@@ -85,7 +85,7 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
     """Compares a metric over the last third of the common steps. Neighbouring steps are not
-    independent, so blocks of RECENT steps count as one observation each."""
+    independent, so each block of RECENT steps counts as one observation."""
     pair = _over_steps(first, run, key)
     if pair is None:
         return None

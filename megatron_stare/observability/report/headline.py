@@ -79,7 +79,7 @@ class Problem:
 
 
 def problems(run: RunRecord) -> list[Problem]:
-    """Returns the alerts that the steps of a run raise, the most serious first."""
+    """Returns the alerts that a run's steps raise, most serious first."""
     watch = Watch(str(run.setting("model.dtype") or "float32"), sampled=not run.supervised)
     spells: dict[str, list[Alert]] = {}
     for row in run.metrics:
