@@ -95,7 +95,7 @@ class Delivered:
     step: the newest step that was sent.
     evaluated: [step, task] of every evaluation that was sent.
     redone: [first, last] of every range of steps that were sent before a resume and repeated after
-        it. For these steps, the service keeps the metrics that were sent first.
+        the resume. For these steps, the service keeps the metrics that were sent first.
     """
 
     file: Path
@@ -135,7 +135,7 @@ class Delivered:
         os.replace(temporary, self.file)
 
     def goes_on_after(self, step: int) -> None:
-        """Records that the run resumes after `step`. The run repeats the later steps. Steps among
-        them that the service already has are added to `redone`."""
+        """Records that the run resumes after `step`. If later steps were already delivered, these
+        steps are added to `redone`, because the run repeats these steps."""
         if step < self.step and [step + 1, self.step] not in self.redone:
             self.redone.append([step + 1, self.step])

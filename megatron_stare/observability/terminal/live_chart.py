@@ -121,12 +121,13 @@ def progress_bar(share: float, width: int) -> tuple[str, str]:
 
 
 def trend(values: Sequence[float]) -> str:
-    """Returns an arrow that compares the last TREND_STEPS values with the TREND_STEPS values before
-    them. Returns a space while too few values are known.
+    """Returns an arrow for the change of the mean, from the TREND_STEPS values before the last
+    TREND_STEPS values to the last TREND_STEPS values. Returns a space while too few values are
+    known.
 
-    The compared values are means. A change of the mean is a trend only if the change exceeds two
-    bounds: twice the standard error of the change, and TREND_SHARE times the earlier mean. Smaller
-    changes may be noise and give a horizontal arrow.
+    The arrow points up or down only if the change exceeds two bounds: twice the standard error of
+    the change, and TREND_SHARE times the earlier mean. Smaller changes may be noise, and the arrow
+    is then horizontal.
     """
     known = [v for v in values[-2 * TREND_STEPS :] if math.isfinite(v)]
     half = len(known) // 2
