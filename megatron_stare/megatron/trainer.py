@@ -176,8 +176,8 @@ class Trainer:
         """Chooses the mode of the output head by the memory that model and optimizer leave free,
         unless `model.head` names a mode.
 
-        All ranks choose the same mode once, because the log-prob pass and the training pass must
-        use the same mode.
+        The mode is chosen only once and is the same on all ranks, because the log-prob pass and the
+        training pass must use the same mode.
         """
         asked = self.config.model.head
         if asked != "auto":

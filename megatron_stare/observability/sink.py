@@ -75,12 +75,12 @@ class Sink:
     """Records what a run reports. Subclasses override only the methods they need.
 
     Sinks are constructed whenever a run is checked, even with `--dry-run`, so a constructor must
-    not open any file or connection. A sink opens these in `start`. A sink's settings are the
-    keyword-only parameters of the sink's constructor. All calls come from the driver's thread. An
-    error in `start` or `resume` ends the run before training begins. An error in any other call is
-    reported once, and the run continues. The sink is still called after an error, because a full
-    disk or a lost network may recover. If the sink is `essential`, an error in any call ends the
-    run.
+    not open any file or connection. A sink opens these in `start` or `resume`. A sink's settings
+    are the keyword-only parameters of the sink's constructor. All calls come from the driver's
+    thread. An error in `start` or `resume` ends the run before training begins. An error in any
+    other call is reported once, and the run continues. The sink is still called after an error,
+    because a full disk or a lost network may recover. If the sink is `essential`, an error in any
+    call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run

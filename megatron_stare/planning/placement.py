@@ -152,8 +152,8 @@ class Plan:
     """Placement of a run.
 
     ranks: the node of every rank, by rank.
-    parts: the node of every replica part on GPUs. The parts of replica 0 come first, then the parts
-        of replica 1, and so on.
+    parts: the node of every replica part. Only replicas on GPUs have parts. The parts of replica 0
+        come first, then the parts of replica 1, and so on.
     block: block size. Ranks n * block to (n + 1) * block - 1 are on one node.
     """
 

@@ -43,8 +43,8 @@ class LossScale(DynamicGradScaler):
         """Does nothing. Megatron calls `update` while it prepares gradients."""
 
     def settle(self, *, overflow: bool) -> None:
-        """Updates the loss scale after a step that was taken, or that was skipped because the
-        gradient overflowed."""
+        """Updates the loss scale. Call `settle` after every step that was taken, and after every
+        step that was skipped because the gradient overflowed."""
         super().update(overflow)
 
     @property

@@ -65,7 +65,7 @@ def load_state(
     describes.
 
     Args:
-        parameters: sharded state of the model as for `sharded_state`, built again.
+        parameters: sharded state of the model, as in `sharded_state`, built again for loading.
         step: the step count that `sharded_state` returned when the checkpoint was saved.
     """
     taken = 0 if step is None else int(step)

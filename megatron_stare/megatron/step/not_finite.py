@@ -29,10 +29,10 @@ class NotFinite:
 
     own_gradient: whether the rank's own gradient was not finite before the gradient was reduced
         over data-parallel ranks.
-    weights: the first parameter with values that are not finite, in forward order.
-    gradient: the first parameter whose gradient was not finite, in backward order.
-    samples: samples of the whole batch with a log-prob, advantage or loss that is not finite on
-        this rank, in ascending order.
+    weights: the first parameter, in forward order, with values that are not finite.
+    gradient: the first parameter, in backward order, whose gradient was not finite.
+    samples: samples of the whole batch, in ascending order, for which this rank holds a log-prob,
+        advantage or loss that is not finite.
     """
 
     rank: int
