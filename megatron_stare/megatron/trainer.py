@@ -176,8 +176,8 @@ class Trainer:
         """Chooses the mode of the output head by the memory that model and optimizer leave free,
         unless `model.head` names a mode.
 
-        All ranks choose the same mode once, because the log-prob pass and the training pass must
-        use the same mode.
+        The mode is chosen only once and is the same on all ranks, because the log-prob pass and the
+        training pass must use the same mode.
         """
         asked = self.config.model.head
         if asked != "auto":
@@ -215,8 +215,9 @@ class Trainer:
         """Offloads parts of the policy (offload.py) to host memory. A later call that needs a part
         brings the part back.
 
-        All ranks must call `offload`. Offloading is safe between any two calls. A checkpoint that
-        is being written reads its own copy of the data, or a forked process's view of the data.
+        All ranks must call `offload`. Offloading is safe between any two calls, even while a
+        checkpoint is being written. The checkpoint's writer reads its own copy of the data, or the
+        memory that the writer inherited at its fork.
         """
         self.memory.offload(parts)
 
@@ -281,7 +282,8 @@ class Trainer:
         """Compares the trainer's log-probs of any batch, at any temperature, with the log-probs
         [engines, whole batch] of several engines; see `compare`.
 
-        The log-probs are in canonical order. The last batch is not changed.
+        The engines' log-probs must be in canonical order. `compare_with` leaves the trainer's last
+        batch unchanged.
         """
         batch = self._batch_of(share, plan)
         log_prob = self._log_probs(batch, temperature)
@@ -364,8 +366,8 @@ class Trainer:
         return None
 
     def not_finite(self) -> NotFinite:
-        """Finds the numbers on this rank that are not finite, after an update was skipped because
-        of such numbers."""
+        """Finds the numbers on this rank that are not finite. Call `not_finite` after an update was
+        skipped because of such numbers."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
         return look(
@@ -414,8 +416,8 @@ class Trainer:
         `next_bucket` for every bucket, then `end_weight_stream`.
 
         Args:
-            checksums: whether `end_weight_stream` returns computed checksums. Otherwise, each
-                checksum is "".
+            checksums: whether to compute the checksums that `end_weight_stream` returns. If False,
+                each checksum is "".
         """
         self.onload(("parameters",))
         finish_gather(self.policy.model)
@@ -466,9 +468,9 @@ class Trainer:
             after: results of other workers' calls that must finish first; their values are ignored.
 
         Returns:
-            The `Sender.end` result, which the engines verify, on the stage's first rank, and None
-                on other ranks. If devices are shared, the return value is a list of these results
-                for the engines whose handles this rank collects.
+            The `Sender.end` result on the stage's first rank, and None on other ranks. The engines
+                verify this result. If devices are shared, each rank instead returns a list of such
+                results, for the engines whose handles the rank collects.
         """
         if self._prepared is None:
             raise _nothing_prepared()
@@ -514,21 +516,20 @@ class Trainer:
 
     @property
     def _moving_reference(self) -> list[nn.Module]:
-        """Returns the reference policy's model chunks if the configuration refreshes the reference
-        policy, because checkpoints must contain a refreshed reference policy. Otherwise returns an
-        empty list."""
+        """The reference policy's model chunks if the configuration refreshes the reference policy,
+        else an empty list. Checkpoints must contain a refreshed reference policy."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
 
     def place(self) -> str:
-        """Returns this rank's device, its library releases, and a digest of the code; see
+        """Returns this rank's device, the releases of its libraries, and a digest of the code; see
         `computes_on`."""
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
-        """Returns the log-probs of a canary batch and the sums of tensors. These numbers show which
-        weights and which state this rank holds. All ranks must call `prove`."""
+        """Returns the log-probs of a canary batch and the sums of tensors. These numbers identify
+        the weights and the state that this rank holds. All ranks must call `prove`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)

@@ -1,9 +1,10 @@
 """Defines model families, one file each, and reads a model's shape from config.json.
 
 The `model_type` of config.json names the family, as in transformers. Every file of this package
-with a `FAMILY` object defines one family, so there is no separate list of families. Installed
-packages add families as entry points of the group PLUG_INS. The name of such an entry point is the
-family's model_type. An entry point is imported only when a model needs its family.
+with a `FAMILY` object defines one family, so no separate list of families is needed. Other
+installed packages add families as entry points of the group PLUG_INS. The name of such an entry
+point is the family's model_type. An entry point is imported only when a model needs the entry
+point's family.
 """
 
 from __future__ import annotations
@@ -184,9 +185,10 @@ def _to_download(path: str | Path) -> str:
 
 
 def published_shape(path: str | Path) -> ModelShape | None:
-    """Returns a model shape that the package contains, to plan or rehearse a run without the model.
-    The name of the missing model folder, such as `models/Qwen2.5-32B`, selects the shape. Returns
-    None if the path exists, or if the package contains no shape of this name."""
+    """Returns a model shape that ships with the package. The shape makes it possible to plan or
+    rehearse a run without the model. The last name in `path`, as in `models/Qwen2.5-32B`, selects
+    the shape. Returns None if the path exists, or if no shape of this name ships with the
+    package."""
     whole = Path(path).name.lower()
     for name in (whole, whole.removeprefix("deepseek-")):
         folder = SHIPPED / "assets" / "architectures" / name
@@ -197,7 +199,7 @@ def published_shape(path: str | Path) -> ModelShape | None:
 
 def rule_for(name: str, shape: ModelShape) -> Rule:
     """Returns the rule of a Megatron parameter, with the parameter's layer and expert numbers
-    filled in. These numbers count the layers and experts of the whole model.
+    filled in. Layers and experts are numbered as in the whole model.
 
     Raises:
         KeyError: the family's rules do not contain the parameter.
@@ -213,6 +215,6 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
 
 
 def cost_of(shape: ModelShape) -> Callable[[int], float]:
-    """Returns a function that maps the length of a sequence to the work of the sequence, both in
-    tokens (ModelFamily.cost)."""
+    """Returns a function from a sequence's length to the sequence's work, both in tokens
+    (ModelFamily.cost)."""
     return partial(family_of(shape).cost, shape)

@@ -1,9 +1,10 @@
 """Defines DeepSeek V3, which combines GLM-4.5's experts with multi-head latent attention (arXiv
 2412.19437, section 2.1).
 
-Queries go through one normed low-rank latent. Keys and values share a second low-rank latent. In
-each head, the part of a key that positions do not rotate comes from the latent. All heads share one
-rotated part of the keys.
+Queries are computed from one normed low-rank latent. Keys and values are computed from a second
+low-rank latent. A head's key consists of a part with rotary embeddings and a part without rotary
+embeddings. The part without rotary embeddings comes from the second latent and differs between
+heads. All heads share the part with rotary embeddings.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class DeepseekV3(Glm4Moe):
         }
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the place of a Hugging Face tensor in the engines' servers. The servers store the
-        two projections into the latents as one parameter. The servers keep the router's weights in
+        """Returns the place of a Hugging Face tensor in the engines' servers. The servers join the
+        two projections into the latents in one parameter. The servers keep the router's weights in
         the compute dtype, but the router's bias in float32."""
         layer, _, module = name.rpartition(".self_attn.")
         if module in _INTO_LATENTS:

@@ -1,4 +1,4 @@
-"""Defines what the rest of the package needs to know about a model architecture.
+"""Defines the interface through which the rest of the package uses a model architecture.
 
 `ModelFamily` itself describes the dense decoder of most open models. This decoder has RMSNorm
 before attention and before the feed-forward layer, rotary positions, grouped-query attention and a
@@ -29,8 +29,8 @@ class Served:
     count: number of stacked tensors, or None if `an_expert` tensors are stacked for every expert.
     an_expert: number of stacked tensors per expert.
     dtype: dtype of the server's parameter, or None for the server's compute dtype.
-    whole: whether every rank of a server holds the whole parameter, even if the rule's layout cuts
-        the tensor.
+    whole: whether every rank of a server holds the whole parameter, even if the trainer's ranks
+        each hold a part of the tensor.
     at_once: whether all stacked tensors must be passed to the server in one call.
     """
 
@@ -143,8 +143,8 @@ class ModelFamily:
         )
 
     def has(self, name: str, shape: ModelShape) -> bool:
-        """Returns True if a model of this shape has the Hugging Face tensor of this name. The name
-        must be one that the rules contain."""
+        """Returns True if a model of this shape has the Hugging Face tensor of this name. The rules
+        must contain the name."""
         if name == "lm_head.weight":
             return not shape.tied
         if name.endswith("_proj.bias"):
@@ -182,8 +182,8 @@ class ModelFamily:
         }
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        """Returns the settings of Megatron's TransformerConfig that define the computation.
-        Settings of parallelism come from the run's configuration instead."""
+        """Returns the settings of Megatron's TransformerConfig that define the computation. The
+        settings of parallelism are not included, because they come from the run's configuration."""
         return {
             "num_layers": shape.layers,
             "hidden_size": shape.hidden,
@@ -216,8 +216,8 @@ class ModelFamily:
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the server parameter, and the position in the parameter, into which the engines
-        load a Hugging Face tensor."""
+        """Returns the place of a Hugging Face tensor in the engines' servers: the server's
+        parameter, and the position in this parameter."""
         module, _, kind = name.rpartition(".")
         layer, _, projection = module.rpartition(".")
         if projection in self.stacked:

@@ -3,8 +3,8 @@ experts. Sigmoid scores plus a bias choose the routed experts.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
 weights of the chosen experts (L. Wang et al., arXiv 2408.15664). The bias is not trained, so
-engines and checkpoints get the loaded values. The multi-token prediction layers after the last
-layer are left out.
+engines and checkpoints get the loaded values. The multi-token prediction layers, which follow the
+last layer in a checkpoint, are left out.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ class Glm4Moe(Qwen3Moe):
         return super().has(name, shape)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Returns True if a tensor belongs to the multi-token prediction layers. These layers are
-        numbered after the model's last layer and contain an embedding and a head."""
+        """Returns True if a tensor belongs to the multi-token prediction layers. The numbers of
+        these layers follow the number of the model's last layer. The layers contain an embedding
+        and a head."""
         in_layer = _IN_LAYER.fullmatch(name)
         return (
             in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers

@@ -17,7 +17,8 @@ _FUSED = {"qkv": (ATTENTION + "qkv_proj.weight",), "gated": (MLP + "gate_up_proj
 class Phi3(ModelFamily):
     """Phi-3. Servers keep the fused matrices. LongRoPE for long contexts is not supported, because
     LongRoPE's frequencies depend on the length of the current sequence. YaRN is not supported
-    either, because transformers treats YaRN in this family's config.json as LongRoPE."""
+    either, because transformers computes LongRoPE for a config.json of this family that sets
+    YaRN."""
 
     model_type = "phi3"
     rules = tuple(

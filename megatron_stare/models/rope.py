@@ -1,4 +1,4 @@
-"""Computes the frequencies of rotary embeddings whose range was extended after pretraining, with
+"""Computes the frequencies of rotary embeddings whose range was extended after pretraining. Uses
 transformers' own formulas."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
         The inverse frequencies, [half of the rotated columns of a head] float32 radians a position,
         and the factor on queries times keys before the softmax. The factor is the square of YaRN's
         factor on cosines and sines, divided by sqrt(head_dim). The square arises because YaRN's
-        factor multiplies both queries and keys. Latent attention has its own scale.
+        factor multiplies both queries and keys. Latent attention does not use this factor, because
+        Megatron computes the scale of latent attention.
     """
     if shape.rope_scaling is None:
         raise ValueError("the model's RoPE is not scaled")

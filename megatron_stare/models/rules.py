@@ -54,7 +54,7 @@ class Rule:
         """Returns rows [start, stop) of each part in its source tensor.
 
         Args:
-            rows: row counts of the tensors in hf, or of the parts.
+            rows: number of rows of each tensor in hf, or of each part.
         """
         if len(rows) == len(self.sources):
             return [(0, n) for n in rows]
@@ -70,7 +70,7 @@ class Rule:
 
     @property
     def cut(self) -> int:
-        """Dimension along which ranks hold parts of the Hugging Face tensors."""
+        """Dimension along which the Hugging Face tensors are cut over tensor-parallel ranks."""
         return 1 if self.layout == "row" else 0
 
 
@@ -131,8 +131,8 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
     """Returns this rank's Megatron tensor, made from whole Hugging Face tensors.
 
     Args:
-        parts: tensors of rule.hf in order, or the parts of a fused tensor. Lazily read safetensors
-            slices may take the place of tensors.
+        parts: tensors of rule.hf in order, or the parts of a fused tensor. Safetensors slices,
+            which are read lazily, may be passed instead of tensors.
     """
     match rule.layout:
         case "replicated":
@@ -160,12 +160,13 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """Returns the blocks that this rank's Megatron tensor holds, one for each entry of
-    rule.sources. The Megatron tensor may be a weight or a gradient.
+    """Splits this rank's Megatron tensor into blocks, one for each part in rule.sources. The
+    Megatron tensor may be a weight or a gradient.
 
-    The ranks' blocks of a part, concatenated along the dimension rule.cut, give the whole part.
-    Blocks are views of the shard, unless Megatron cut through a query group. If a block has its
-    rows in several dimensions, flattening these dimensions gives the rows in order.
+    The blocks of one part on all ranks, concatenated along the dimension rule.cut, give the whole
+    part. Blocks are views of the shard, unless Megatron cut through a query group. The rows of a
+    block may be spread over several dimensions. Flattening these dimensions gives the rows in
+    order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

@@ -62,7 +62,8 @@ class ModelShape:
 
     @property
     def whole_widths(self) -> tuple[int, ...]:
-        """Columns of the feed-forward matrices that every token passes through."""
+        """Number of columns of each feed-forward matrix that processes every token, in contrast to
+        routed experts."""
         if not self.experts:
             return (self.ffn,)
         return tuple(

@@ -74,12 +74,13 @@ class RunOutline:
 class Sink:
     """Records what a run reports. Subclasses override only the methods they need.
 
-    Every check of a run constructs the run's sinks, even `--dry-run`, so a sink must open nothing
-    before `start`. A sink's settings are the keyword-only parameters of the sink's constructor. All
-    calls come from the driver's thread. An error in `start` or `resume` ends the run before
-    training begins. An error in any other call is reported once, and the run continues. The sink is
-    still called after an error, because a full disk or a lost network may recover. If the sink is
-    `essential`, an error in any call ends the run.
+    Sinks are constructed whenever a run is checked, even with `--dry-run`, so a constructor must
+    not open any file or connection. A sink opens these in `start` or `resume`. A sink's settings
+    are the keyword-only parameters of the sink's constructor. All calls come from the driver's
+    thread. An error in `start` or `resume` ends the run before training begins. An error in any
+    other call is reported once, and the run continues. The sink is still called after an error,
+    because a full disk or a lost network may recover. If the sink is `essential`, an error in any
+    call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
@@ -88,9 +89,9 @@ class Sink:
         """Begins a new run."""
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """Begins a run that resumes after `step`. The run calls `resume` instead of `start`. The
-        sink must drop all records of steps and evaluations after `step`, because the run repeats
-        these steps and evaluations.
+        """Begins a run that resumes after `step`. A resumed run calls `resume` instead of `start`.
+        The sink must drop all records of steps and evaluations after `step`, because the run
+        repeats these steps and evaluations.
 
         Args:
             step: last step that the run keeps; 0 if the run ended before its first checkpoint.
@@ -126,8 +127,8 @@ class Sink:
         responses that the phase needs in total."""
 
     def finish(self, run: RunOutline) -> None:
-        """Ends a run that has made all its steps. If `--resume` finds that the run has finished
-        already, `finish` is the only call that the sink receives."""
+        """Ends a run that has made all its steps. If `--resume` finds that the run has already
+        finished, the sink receives only the call `finish`."""
 
     def close(self) -> None:
         """Closes the sink at the end of every run, even after an error or a failed `start`."""

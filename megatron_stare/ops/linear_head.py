@@ -4,8 +4,8 @@ ops/vocab_parallel.py computes log-probs and entropies from the output layer's l
     materialised         computes all logits at once. Backward overwrites the logits with their
                          gradient.
     gradient_in_forward  computes the logits chunk by chunk. Forward also computes a chunk's
-                         gradients, from the slope of a token-local loss, before the next chunk
-                         overwrites the chunk's logits.
+                         gradients, before the next chunk overwrites the chunk's logits. These
+                         gradients use the slope of a loss that is local to each token.
     recompute            computes the logits chunk by chunk. Backward computes every chunk's logits
                          again.
 
@@ -13,8 +13,8 @@ ops/vocab_parallel.py computes log-probs and entropies from the output layer's l
 chunk. 'materialised' and 'gradient_in_forward' need 3 matrix products, and 'recompute' needs 4.
 Each matrix product takes n * H * V multiplications. The chunked modes sum the gradient of the
 output layer's weight over chunks in float32. The gradient with respect to the hidden states covers
-only this rank's vocabulary columns. This gradient is summed over the ranks of the group in
-megatron/model/head.py.
+only this rank's vocabulary columns. megatron/model/head.py sums this gradient over the ranks of the
+tensor-parallel group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -51,8 +51,8 @@ class LinearHead:
     """Output layer that computes log-probs and entropies in the given `mode`.
 
     chunk: number of rows whose logits the chunked modes hold at a time. The chunk size sets the
-        shapes of matrix products, so two passes give equal bits only if their chunk sizes are
-        equal.
+        shapes of matrix products. Two passes therefore give bit-identical results only with the
+        same chunk size.
     """
 
     problem: Problem
@@ -90,15 +90,15 @@ class LinearHead:
         respect to `hidden` and `weight`.
 
         Args:
-            loss_of: computes the loss from log-probs and entropies. `loss` calls the function once.
-                In the mode gradient_in_forward, `loss` also calls the function once per chunk, with
-                0 for the log-probs and entropies of later chunks. Only the slopes of the chunk's
-                own tokens are then used. A token's slope must not depend on other tokens' log-probs
-                or entropies.
+            loss_of: computes the loss from log-probs and entropies. `loss` calls `loss_of` once. In
+                the mode gradient_in_forward, `loss` also calls `loss_of` once per chunk, with 0 for
+                the log-probs and entropies of later chunks. Each such call provides only the slopes
+                of the chunk's own tokens. A token's slope must therefore not depend on other
+                tokens' log-probs or entropies.
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
-                gradient. gradient_in_forward adds the gradient before backward. If the buffer is
-                given, autograd returns no gradient for the weight. None: autograd returns the
-                weight's gradient.
+                gradient. The mode gradient_in_forward adds the gradient in forward. If the buffer
+                is given, autograd returns no gradient for the weight. If the buffer is None,
+                autograd returns the weight's gradient.
             stand_in: if True, autograd returns uninitialised memory as the weight's gradient
                 although weight_gradient is given. Without any gradient for the weight, autograd on
                 a GPU would run the weight's hooks in the calling thread, in parallel with the
@@ -132,7 +132,7 @@ class LinearHead:
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yields the row slice and the logits of every chunk. The logits of a chunk overwrite the
-        logits of the chunk before. If there are no rows, one empty chunk is yielded."""
+        logits of the chunk before. Without rows, yields one empty chunk."""
         n = hidden.shape[0]
         if self.mode == "materialised":
             yield slice(0, n), torch.nn.functional.linear(hidden, weight)
@@ -222,9 +222,9 @@ class LinearHead:
 
 
 class _Attached(torch.autograd.Function):
-    """A loss whose gradients were already computed in forward. If `of_weight` is None, the weight's
-    gradient was already added to a buffer. Backward then returns None or a stand-in as the weight's
-    gradient; see LinearHead.loss."""
+    """A loss whose gradients were already computed in forward. If `of_weight` is None, forward has
+    added the weight's gradient to a buffer. Backward then returns None, or a stand-in for the
+    weight's gradient; see LinearHead.loss."""
 
     @staticmethod
     def forward(
@@ -309,7 +309,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Computes total [V, H] += logits^T hidden, summed in the precision of total."""
+    """Adds the product logits^T hidden to total [V, H], in the precision of total."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
     elif logits.device.type == "cuda":
@@ -319,8 +319,8 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if a token's slope changed when later tokens were added. On a GPU, the
-    error is raised at the next synchronisation."""
+    """Raises RuntimeError if a token's slope changed when the log-probs and entropies of later
+    tokens became known. On a GPU, the error is raised at the next synchronisation."""
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
         message = (

@@ -1,8 +1,9 @@
 """Cuts a rollout batch into micro-batches of a bounded number of tokens, balanced over
 data-parallel ranks.
 
-The plan is made once per rollout batch, and depends only on the lengths of the samples. The
-log-prob pass and the training pass use the same plan.
+The plan is made once per rollout batch. The plan depends only on the samples' lengths and, with
+mini-batches, on the samples' prompt groups. The log-prob pass and the training pass use the same
+plan.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_stare.records.batch import MicroBatchPlan
 class PlanRules:
     """Rules of a micro-batch plan.
 
-    data_parallel: number of data-parallel ranks, each of which takes different samples.
+    data_parallel: number of data-parallel ranks. Each of these ranks takes different samples.
     budget: largest number of tokens in a micro-batch, including padding.
     packed: if True, a micro-batch lays its sequences end to end. If False, sequences are
         right-padded to the longest sequence of the micro-batch.
@@ -45,8 +46,9 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
     """Returns the plan of one batch. Equal arguments give equal plans.
 
     Samples are assigned longest first. Each sample goes to the rank with the least work so far.
-    Each rank then fills micro-batches. A rank with fewer micro-batches gets additional empty
-    micro-batches, whose loss has coefficient 0.
+    Each rank then fills micro-batches. Ranks then get additional empty micro-batches until all
+    ranks have equally many, a multiple of rules.multiple. The loss of an empty micro-batch has
+    coefficient 0.
 
     Args:
         lengths: number of tokens of every sample, including the prompt.

@@ -2,11 +2,11 @@
 share the batch.
 
 Methods (algorithms/) name requests, and this executor answers the requests identically in every
-layout. Methods depend on no other distributed code.
+layout. A method therefore needs no distributed code of its own.
 
 Thresholds are exact. Six all-reduced histograms of eleven bits each find the k-th largest 64-bit
-key over all ranks. No keys are gathered or compacted, and the host reads no values. Keys are
-unique, so there are no ties, and the same tokens are selected in every layout.
+key over all ranks. No keys are gathered or compacted, and the host reads no values. All keys
+differ, so there are no ties, and the same tokens are selected in every layout.
 
 Shape legend: S selections that are answered together, N positions that this rank holds.
 """
@@ -46,8 +46,9 @@ _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 def gather_statistics(
     ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None
 ) -> Statistics:
-    """Calls `ask(known)` and answers its requests, until `ask` makes no new request. Returns all
-    answers. A request may build on earlier answers in `known`.
+    """Calls `ask(known)` and answers the returned requests, until `ask` returns no new request.
+    `known` contains the earlier answers, so a request may depend on these answers. Returns all
+    answers.
 
     Args:
         ask: a method's `requests`, bound to its batch.

@@ -1,10 +1,10 @@
 """Implements ops/vocab_parallel.py for CPUs, in PyTorch over blocks of rows that stay in cache. No
 buffer has the size of the logits.
 
-A block goes through half a dozen elementwise operations. All operations except the first one find
-the block in cache. If the operations ran over the whole tensor, every operation would read the
-tensor from memory. The block size depends on the shape alone, so two passes over the same logits
-give the same bits.
+Half a dozen elementwise operations run on each block. Only the first operation reads the block from
+memory; the other operations find the block in cache. On a whole tensor, every operation would read
+the tensor from memory. The block size depends on the shape alone, so two passes over the same
+logits give the same bits.
 """
 
 from __future__ import annotations

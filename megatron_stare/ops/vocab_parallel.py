@@ -3,8 +3,7 @@ the logits may be split over ranks.
 
 One pass computes log-prob and entropy. The pass applies the temperature, masks padded vocabulary
 columns, accumulates in float32, and needs one collective of four numbers per token. In the
-formulas, z are the logits, m is the row maximum of z over all ranks, and d is (z - m) /
-temperature:
+formulas, z is a row's logits, m is the maximum of z over all ranks, and d is (z - m) / temperature:
 
     s = sum_v exp(d_v)                t = sum_v d_v exp(d_v)
     log p_y = d_y - ln s              H = ln s - t / s
@@ -67,10 +66,10 @@ def log_prob_and_entropy(
             carry a gradient.
         body: implementation to use. 'auto' uses the Triton kernels on GPUs that can run these
             kernels, else the chunked body.
-        overwrite_logits: backward overwrites the logits with their gradient, so no later code may
-            need the logits. Backward increments autograd's version counter, so another backward
-            that needs the logits raises an error. Code that only reads the logits gets the gradient
-            without an error.
+        overwrite_logits: whether backward overwrites the logits with their gradient. No later code
+            may then need the logits. Backward increments autograd's version counter, so another
+            backward that needs the logits raises an error. Other code that reads the logits gets
+            the gradient instead, without an error.
 
     Returns:
         log_prob [N] and entropy [N] in nats, equal on every rank of `group`. The dtype is float32,
@@ -89,7 +88,8 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of log_prob_and_entropy that define the computation, with the same meaning."""
+    """Arguments of log_prob_and_entropy that define the computation. log_prob_and_entropy describes
+    each argument."""
 
     vocab_size: int
     temperature: float = 1.0
@@ -238,9 +238,8 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     given. One all-gather exchanges 16 or 24 bytes per token and rank. The returned m is 0 if the
     maximum is not finite.
 
-    The merge and all computations after the merge use float64. float32 would
-    double the rounding error of the sums. float64 is cheap, because a merged tensor has only N
-    elements.
+    The merge and all computations after the merge use float64. In float32, the rounding error of
+    the sums would be twice as large. float64 is cheap, because a merged tensor has only N elements.
     """
     group = problem.group
     if group is None or group.size() == 1:
@@ -262,7 +261,8 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Returns the sum [N] of d w over the columns of all ranks, with d = (z - m) / temperature and
-    w = exp(d) or exp(d)^2. In the result, m is the maximum over all ranks. The arguments are [R,
-    N]. For each rank's columns, s_r is the sum of w, and t_r is the sum of d w. In s_r and t_r, m
-    is the rank's own maximum."""
+    w = exp(d) or exp(d)^2. In this sum, m is the maximum over all ranks. The arguments are [R, N],
+    with one row per rank. s_r is the sum of w over a rank's columns, and t_r is the sum of d w over
+    the same columns. In s_r and t_r, m is the rank's own maximum. `shift` is (m_r - m) /
+    temperature, and `scale` is exp(shift) or exp(shift)^2."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

@@ -1,5 +1,5 @@
-"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors. This implementation
-is the most readable one.
+"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors. Of all
+implementations, this implementation is the easiest to read.
 
 The other implementations are tested against this module. Every implementation has the functions
 `sums` and `gradient`.

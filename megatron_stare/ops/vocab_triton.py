@@ -5,9 +5,9 @@ Between reading and writing, all values are float32 in registers.
 Forward keeps a row's running maximum m. If a block of columns raises m, forward rescales the sums
 with h = (m_old - m_new) / temperature: s becomes exp(h) s, t becomes exp(h) (t + h s), q becomes
 exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass requests q and u, but the
-training pass runs the same kernel. A kernel compiled without q and u might round the other sums
-differently, and the ratios of the first update would not be exactly 1. According to instruction
-counts, the kernel is memory-bound with and without q and u.
+training pass runs the same kernel. A kernel without q and u might round the other sums differently.
+The ratios of the first update might then differ from 1. According to instruction counts, the kernel
+is memory-bound with and without q and u.
 
 Shape legend: N tokens, V vocabulary columns of this rank.
 """
@@ -106,7 +106,7 @@ def sums(
     """Computes the row sums that vocab_reference.sums defines. Every logit is read once.
 
     Raises:
-        ValueError: the logits are float64, and only other implementations support float64.
+        ValueError: the logits are float64. Only the other implementations support float64.
     """
     logits = _rows_in_order(logits)
     rows = logits.shape[0]

@@ -31,12 +31,12 @@ LEAST = 5  # fewest steps for a median
 
 @dataclass(frozen=True)
 class Seen:
-    """The measured time of one phase in one run, and the two summands that `solve` fits to this
-    time.
+    """The measured time of one phase in one run, and the two terms from which the time model
+    computes this time.
 
     ideal: seconds that the phase takes at a rate of 1.
     other: seconds of the phase's second term if the coefficient of this term is 1.
-    seconds: measured seconds of the phase, above 0.
+    seconds: measured seconds of the phase without the part that is not fitted, above 0.
     """
 
     ideal: float
@@ -49,12 +49,10 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     Returns the pair of coefficients (`inverse`, `times`) with the smallest sum of squared relative
     errors.
 
-    The two summands cannot be separated if there is only one run, or if the runs' ratios `other` /
-    `ideal` differ by less than a factor of `APART`. If the two summands cannot be separated, the
-    coefficient `times` is 0. The coefficients `inverse` and `times` are at least 0. If the
-    coefficient `times` is above 0, the coefficient `inverse` is at least `least`. If the
-    coefficient `times` is 0, the coefficient `inverse` may be below `least`. An `inverse` below
-    `least` means that the runs were faster than the peak rate.
+    Both coefficients are at least 0. The fit cannot separate the two terms if there is only one
+    run, or if the runs' ratios `other` / `ideal` differ by less than a factor of `APART`. In these
+    cases `times` is 0. If `times` is above 0, `inverse` is at least `least`. If `times` is 0,
+    `inverse` may be below `least`, which means that the runs were faster than the peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -78,8 +76,8 @@ def calibrate(
     run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> Fitted:
     """Fits the time model's coefficients to the runs' median step times. One run suffices to fit
-    the rate of every phase. If the runs differ in the width of their models or in their batches,
-    `calibrate` also fits the part of a phase's time that does not grow with matrix products.
+    the rate of every phase. If the runs differ in model width or batch size, `calibrate` also fits
+    the part of a phase's time that is not due to matrix products.
 
     Args:
         prompt: mean number of tokens of a prompt. The metrics do not contain this number. None: the

@@ -1,4 +1,4 @@
-"""Defines the numbers of a GPU that a plan uses: data sheet values with their source, and
+"""Defines the numbers of a GPU that a plan uses: data sheet values, with their source, and
 coefficients.
 
 Coefficients are numbers that the time model needs but that no data sheet contains. Coefficients are
@@ -23,7 +23,7 @@ class Gpu:
     flops: dense bfloat16 FLOP/s.
     bandwidth: memory bandwidth, bytes/s.
     link: bandwidth to the other GPUs of the node, bytes/s in one direction. Data sheets give the
-        sum of a link's two directions.
+        sum of both directions.
     source: publication that contains these numbers.
     """
 
@@ -83,12 +83,12 @@ def named(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Shares of a device's peak rates that a run achieves, and additional times.
+    """The shares of a device's peak rates that a run reaches, and further rates and times.
 
     log_prob_mfu, update_mfu: share of peak FLOP/s that a rank reaches in matrix products.
-    log_prob_moves, update_moves: number of hidden states that operations other than matrix products
-        move through memory at full bandwidth, per token and layer. If the number is 0, log_prob_mfu
-        and update_mfu include the time of these moves.
+    log_prob_moves, update_moves: time of the operations other than matrix products, per token and
+        layer. The unit is the time to move one hidden state through memory at full bandwidth. If
+        the number is 0, log_prob_mfu and update_mfu include the time of these operations.
     prefill_mfu: share of peak FLOP/s that servers reach in prefill, and in compute-bound decoding.
     decode_efficiency: share of memory bandwidth that decoding reaches.
     decode_layer_s: additional seconds per layer of a decoding step, at any batch size. If the value
@@ -167,9 +167,9 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Returns a copy of `start`, in which every coefficient in `found` has the value from `found`.
-    Raises ConfigError if a share of the GPU's peak is above 1, because the run then used a faster
-    GPU than the named GPU."""
+    """Returns a copy of `start` with the coefficients in `found`. Raises ConfigError if a share of
+    the GPU's peak is above 1. Such a share means that the run used a faster GPU than the named
+    GPU."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

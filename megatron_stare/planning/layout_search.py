@@ -24,7 +24,7 @@ class Candidate:
     """A layout that fits.
 
     distance: distance of this layout from the run's own layout.
-    peak: bytes of memory in the phase that needs most memory.
+    peak: bytes of memory in the phase with the largest memory use.
     """
 
     run: ResolvedRun
@@ -75,8 +75,8 @@ def check_nodes(config: Config, nodes: int, node_size: int) -> None:
 
 def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
     """Yields layouts over `ranks` ranks. In each layout, a micro-batch has room for the longest
-    sequence, and an update has a sequence for every data-parallel replica. The layouts may break
-    other rules."""
+    sequence, and an update has at least one sequence for every data-parallel replica. Other rules
+    are not checked."""
     config, shape = run.config, run.shape
     batch = config.batch
     sequences = (batch.mini_batch_prompts or batch.prompts) * batch.samples_per_prompt
@@ -119,10 +119,9 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts. Every factor of two between a parallel size of one
-    layout and of the other layout adds 1 to the distance. Every factor of two between the
-    micro-batch sizes adds 1/2 to the distance. Every other setting that differs adds 1 to the
-    distance."""
+    """Returns the distance between two layouts. For each parallel size, every factor of two between
+    the layouts adds 1. Every factor of two between the micro-batch sizes adds 1/2. Every other
+    setting that differs adds 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

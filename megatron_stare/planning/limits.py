@@ -1,8 +1,8 @@
 """Compares a run's time limits with the times that `megatron-stare plan` predicts, before any
 process starts.
 
-A limit below the predicted time is an error, because the run would time out at its planned size.
-The error contains the limit and the predicted time. Limits are not compared if the kind of GPU is
+A limit below the predicted time is an error, because a run of the planned size would time out. The
+error contains the limit and the predicted time. Limits are not compared if the kind of GPU is
 unknown (`plan.gpu`), because the rates of a CPU are nominal.
 """
 
@@ -25,7 +25,7 @@ from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
 
 @dataclass(frozen=True)
 class Held:
-    """A time limit, and the planned time of the work that the limit bounds, in seconds.
+    """A time limit for some work, and the planned time of this work, both in seconds.
 
     where: name of the setting that contains the limit.
     what: name of the work whose planned time is `planned_s`.

@@ -70,8 +70,8 @@ class Needs:
     optimizer: main parameters and moments.
     reference: the reference policy, or 0 without a reference policy.
     forward: activations of a forward-only pass.
-    activations: activations kept for backward, plus the activations that backward recomputes at one
-        time.
+    activations: activations kept for backward, plus the largest activations that backward
+        recomputes at one time.
     buckets: buckets of the weight sync.
     served: weights of a server's rank.
     cache: KV cache of a server's rank.
@@ -249,11 +249,11 @@ def layer_parts(
 
 
 def check_memory(run: ResolvedRun) -> None:
-    """Checks that the run fits a GPU's memory, if the memory's size is known.
+    """Checks that the run fits a GPU's memory, if the size of this memory is known.
 
     Raises:
         ConfigError: a setting of `memory` has no effect, or a phase does not fit. The message
-            contains the memory of all phases and settings that would fit.
+            contains the memory of all phases, and settings that would make the run fit.
     """
     config = run.config
     if config.memory.offload is not None and not config.sglang.colocated:
@@ -333,7 +333,7 @@ class Fit:
         return max(self.budgets(run), key=lambda each: max(map(each.total, each.phases)))
 
     def budgets(self, run: ResolvedRun) -> list[Budget]:
-        """Returns the budgets of the first rank of every pipeline stage."""
+        """Returns one budget for each pipeline stage, for the first rank of the stage."""
         offload, colocated = run.config.memory.offload or "all", run.config.sglang.colocated
         return [
             budget(each, self.capacity, colocated=colocated, offload=offload)
@@ -341,7 +341,8 @@ class Fit:
         ]
 
     def needs(self, run: ResolvedRun) -> Iterator[Needs]:
-        """Yields the memory of the first rank of each pipeline stage and of a server's rank."""
+        """Yields one `Needs` per pipeline stage. Each `Needs` contains the memory of the stage's
+        first rank and the memory of a server's rank."""
         config, shape, stages = run.config, run.shape, run.config.parallel.pipeline
         tokens = -(-config.batch.micro_batch_tokens // config.parallel.context)
         longest = longest_sequence(config)
@@ -384,9 +385,9 @@ class Fit:
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Builds the first rank of each stage without data. Returns the bytes of every item for
-        each of these ranks. The other ranks of a stage need at most as many bytes as the stage's
-        first rank."""
+        """Builds the first rank of each stage, without data. Returns the bytes of every item for
+        each of these ranks. No other rank of a stage needs more bytes than the stage's first
+        rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -399,8 +400,8 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Yields single settings that reduce the memory of phases that do not fit. Each setting
-        comes with the changed run. The mildest changes come first."""
+        """Yields changes of one setting that reduce the memory of phases that do not fit. Each
+        change comes with the changed run. The mildest changes come first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -424,11 +425,11 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     """Returns the number of micro-batches whose activations a pipeline stage holds at once.
 
     The schedule is 1F1B (D. Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages,
-    the number of micro-batches follows from the chunks in the warm-up of megatron-core's
-    interleaved schedule. A stage holds the activations of two chunks for each later stage. The
-    stage also holds the activations of all its chunks except the last one, for as many
-    micro-batches as there are stages. In addition the stage holds the activations of one more
-    chunk.
+    the schedule is megatron-core's interleaved schedule, which runs forward for one chunk at a
+    time. After the warm-up, a stage holds the activations of two such forwards for each later
+    stage, plus one forward more. In addition, the stage holds as many forwards as there are stages,
+    for each of its chunks except the last one. The result is the sum of these forwards divided by
+    the number of chunks of a stage.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -511,13 +512,14 @@ class PlannedFit(Fit):
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """Works like `Fit.activations`, but assumes that every expert gets an equal share of
-        tokens. The copies of tokens for dispatch are left out."""
+        """Works like `Fit.activations`, but also covers a mixture of experts. Every expert is
+        assumed to get an equal share of tokens. The copies of tokens for dispatch are not
+        counted."""
         return super().activations(
             ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows
         )
 
     def build(self, run: ResolvedRun) -> None:
         """Builds whole ranks of this run's layout. All later checks of this layout use the sizes of
-        these whole ranks."""
+        these ranks."""
         self._stages[self._key(run)] = super().stages(run)

@@ -1,8 +1,9 @@
 """Predicts the times and memory of a starting run, as `megatron-stare plan` does. The predictions
-are logged with every step beside the measured times and memory.
+are logged with every step, next to the measured times and memory.
 
 `driver/held_run.py` makes the prediction once, before any process starts. The prediction is logged
-as the metrics `plan/*`. If a run cannot be predicted, a note says why and the run continues.
+as the metrics `plan/*`. If the prediction is not possible, a note gives the reason, and the run
+continues.
 """
 
 from __future__ import annotations

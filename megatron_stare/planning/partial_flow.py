@@ -2,11 +2,11 @@
 cut and continued, and the tokens of these responses.
 
 Response lengths are assumed to be exponentially distributed with the planned mean, and truncated at
-the maximum. A response is longer than t tokens with probability exp(-t / mean). A group of n
-responses is complete after t tokens with probability (1 - exp(-t / mean))^n. Groups that begin in
-the same step form a cohort. The simulation tracks each cohort's expected number of groups round by
-round, until the flow is stationary. The simulation follows the rule of
-rollout/sources/partial_sampling.py.
+the maximum. Below this maximum, a response is longer than t tokens with probability exp(-t / mean),
+and a group of n responses is complete after t tokens with probability (1 - exp(-t / mean))^n.
+Groups that begin in the same step form a cohort. The simulation follows each cohort's expected
+number of groups from round to round, until the flow is stationary. Groups are taken for training by
+the rule of rollout/sources/partial_sampling.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PartialFlow:
     rounds: rounds per step.
     growing: number of responses that grow in a round.
     continued: number of responses per step that the previous step cut.
-    carried: total tokens that the continued responses of a step already have when they continue.
+    carried: total tokens that a step's continued responses already contain when the step begins.
     held: total tokens of a round's growing responses at the end of the round.
     """
 

@@ -79,7 +79,7 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Returns the number of matrix entries that a token is multiplied with in all layers. The
+    """Returns the number of matrix entries, over all layers, by which a token is multiplied. These
     entries belong to the projections, the router and the feed-forward part."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
@@ -125,10 +125,10 @@ class Work:
     """The work of a phase.
 
     ideal: seconds at the peak rate. The prediction divides these seconds by the share of the peak
-        rate that is reached.
+        rate that the run reaches.
     fixed: seconds that the prediction adds unchanged.
     moved: seconds to move one hidden state per token and layer through memory. The prediction
-        multiplies these seconds by the number of hidden states that are moved.
+        multiplies these seconds by the number of hidden states that the phase moves.
     """
 
     ideal: float
@@ -227,9 +227,9 @@ def parameters(shape: ModelShape) -> int:
 
 
 def forwards(run: ResolvedRun) -> int:
-    """Returns the number of forward-only passes over the batch. One pass computes log-probs, one
-    computes the reference's log-probs, and one computes the surprisals before each update. Each
-    pass is counted only if the run needs the pass."""
+    """Returns the number of forward-only passes over the batch. There is one pass for log-probs,
+    one for the reference's log-probs, and one for the surprisals before each update. Only passes
+    that the run needs are counted."""
     passes = 0 if run.config.skips_log_prob_pass else 1
     return (
         passes + int(run.method.needs_reference) + int(run.config.statistics.surprisal == "current")
@@ -286,8 +286,8 @@ def rollout_seconds(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> float:
-    """Returns the seconds that one engine needs for its share of the responses. The seconds include
-    the prefill and the decoding. Memory or compute bounds the decoding."""
+    """Returns the seconds that one engine needs to prefill and decode its share of the responses.
+    Decoding is bound by memory or by compute."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     if not engines:
@@ -429,8 +429,8 @@ def _of(lengths: Lengths) -> tuple[float, float]:
 
 
 def _read_weights(shape: ModelShape, at_once: float) -> float:
-    """Returns the parameters that a decoding step reads. A decoding step reads only the experts
-    that at least one response of the batch chooses."""
+    """Returns the expected number of parameters that a decoding step reads. Of a layer's experts, a
+    decoding step reads only the experts that at least one response of the batch chooses."""
     if not shape.experts:
         return parameters(shape)
     missed = (1 - shape.experts_per_token / shape.experts) ** at_once

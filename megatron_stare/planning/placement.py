@@ -29,9 +29,9 @@ class PlacementError(UserError):
 class Awaited:
     """Options for waiting until lost nodes of a restarted run are back.
 
-    limit_s: longest wait, seconds.
-    on_gpus: whether the run used GPUs before. If so, the restarted run waits while the cluster has
-        no GPUs.
+    limit_s: longest wait, in seconds.
+    on_gpus: whether the run used GPUs before the restart. If so, the restarted run also waits until
+        the cluster has GPUs.
     tell: prints what the run waits for.
     """
 
@@ -152,8 +152,8 @@ class Plan:
     """Placement of a run.
 
     ranks: the node of every rank, by rank.
-    parts: the node of every replica part on GPUs. The parts of replica 0 come first, then the parts
-        of replica 1, and so on.
+    parts: the node of every replica part. Only replicas on GPUs have parts. The parts of replica 0
+        come first, then the parts of replica 1, and so on.
     block: block size. Ranks n * block to (n + 1) * block - 1 are on one node.
     """
 
@@ -206,7 +206,7 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Returns the number of ranks for every node, so that all replicas still fit. Returns None if
+    """Returns a number of ranks for every node that leaves room for all replicas. Returns None if
     no distribution of the ranks leaves room for all replicas.
 
     Every node's number of ranks is a multiple of `block`. The first nodes get as many ranks as
@@ -264,8 +264,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if the demand would not fit even if all GPUs were free. Waiting for free
-    GPUs is then useless."""
+    """Raises ConfigError if the demand exceeds the cluster even with all GPUs free. Waiting for
+    free GPUs would then be useless."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(

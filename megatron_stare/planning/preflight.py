@@ -1,4 +1,5 @@
-"""Checks a run before any process starts. `train` and `--dry-run` make the same list of checks.
+"""Checks a run before any process starts. `train` makes the same checks with and without
+`--dry-run`.
 
 driver/opening.py makes the checks that need the tokenizer, the data or the run directory.
 """
@@ -209,7 +210,7 @@ def check_best(config: Config) -> None:
 
 
 def check_runner(config: Config) -> None:
-    """Raises ConfigError if the inline runner would need several ranks in one process."""
+    """Raises ConfigError if the inline runner, which has one process, would need several ranks."""
     if config.runtime.runner == "inline" and config.parallel.world_size != 1:
         raise ConfigError(
             f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
@@ -332,7 +333,8 @@ def check_rounds(config: Config) -> None:
 
 
 def check_statistics(config: Config, method: Method) -> None:
-    """Raises ConfigError if the lagged gate skips a log-prob pass that another setting needs."""
+    """Raises ConfigError if the lagged gate skips the log-prob pass but another setting needs this
+    pass."""
     if not config.skips_log_prob_pass or config.supervised:
         return
     exact = "set statistics.gate=exact"
@@ -413,8 +415,8 @@ def check_aggregation(config: Config, method: Method) -> None:
 
 
 def prompt_files(config: Config) -> list[str]:
-    """Returns the paths of all prompt files of training and evaluation, as the configuration names
-    them. Each path appears once."""
+    """Returns the paths of all prompt files of training and evaluation, each once. The paths are
+    written as in the configuration."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
     read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []

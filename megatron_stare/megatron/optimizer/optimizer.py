@@ -30,26 +30,27 @@ _DEFAULT = PerformanceConfig()
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's dynamic loss scale, updated when the outcome of a step is known instead of when
-    the gradient is prepared.
+    """Megatron's dynamic loss scale, with a later update. The scale is updated when the outcome of
+    a step is known, and not when the gradient is prepared.
 
-    Megatron updates the scale whenever it divides a gradient by the scale, even for a batch without
-    a loss. If experts have their own optimizer, each optimizer would update the scale separately.
-    An optimizer could then divide its gradient by a scale that differs from the scale of the loss.
+    Megatron's own class updates the scale at every division of a gradient by the scale, even for a
+    batch without a loss. If experts have their own optimizer, each optimizer would update its scale
+    separately. An optimizer could then divide its gradient by a scale that differs from the scale
+    of the loss.
     """
 
     def update(self, found_inf: bool) -> None:
         """Does nothing. Megatron calls `update` while it prepares gradients."""
 
     def settle(self, *, overflow: bool) -> None:
-        """Updates the loss scale after a step that was taken, or that was skipped because the
-        gradient overflowed."""
+        """Updates the loss scale. Call `settle` after every step that was taken, and after every
+        step that was skipped because the gradient overflowed."""
         super().update(overflow)
 
     @property
     def exhausted(self) -> bool:
-        """True if the loss scale is at its minimum, which rules out the loss scale as the cause of
-        an overflow. Waits for the device."""
+        """True if the loss scale is at its minimum. An overflow at the minimum does not count as
+        caused by the loss scale. Waits for the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
@@ -60,8 +61,8 @@ class LossScale(DynamicGradScaler):
 
 
 def install_loss_scale(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
-    """Gives all optimizers of a chain the same loss scale. Megatron gives each optimizer a loss
-    scale of its own."""
+    """Gives all optimizers of a chain the same loss scale. Without this function, each optimizer
+    would have a loss scale of its own."""
     scale = LossScale(
         initial_scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,
@@ -93,8 +94,9 @@ def build_optimizer(
     """Builds the optimizer and its scheduler. The scheduler sets the learning rate and the weight
     decay before each of the run's `steps` optimizer steps.
 
-    Megatron exempts norms and biases from weight decay by wd_mult. Only Megatron's scheduler
-    applies wd_mult, so there is always a scheduler.
+    Megatron exempts norms and biases from weight decay through the factor wd_mult of their
+    parameter group. Only Megatron's scheduler applies wd_mult, so a scheduler is built for every
+    run.
     """
     with backend():
         optimizer = get_megatron_optimizer(
@@ -146,8 +148,8 @@ class Outcome:
     counts as finite.
     empty: whether no token of the batch had a loss.
     skipped: whether the step was skipped because the loss scale was too large for float16. The next
-    update retries with the same scale or a smaller scale.
-    held: whether the gradient norm was above its limit, so that the step was not taken.
+    update uses the same scale or a smaller scale.
+    held: whether the step was not taken because the gradient norm was above its limit.
     """
 
     grad_norm: float
@@ -174,7 +176,7 @@ def take_step(
 
     Leaves optimizer and schedule unchanged if the loss or gradient is not finite, the batch is
     empty, or the norm is above its limit. All ranks must call `take_step`. All ranks make the same
-    decision, from the norm over all parameters and from flags that are reduced over all ranks.
+    decision, because the norm covers all parameters and the flags are reduced over all ranks.
 
     Args:
         empty: 0-dim bool, whether no token of the batch had a loss, or None on ranks without this

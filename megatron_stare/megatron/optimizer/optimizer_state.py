@@ -2,16 +2,16 @@
 
 If experts are divided over ranks, Megatron has a separate optimizer for experts; otherwise, one
 optimizer updates all parameters. Megatron's own checkpoints contain the settings of each optimizer.
-This module saves only tensors and the step count, under names that do not contain the number of an
-optimizer. Settings come from the configuration, and the schedule sets the learning rates before
-every step.
+This module saves only tensors and the step count, under names that do not contain an optimizer's
+index in the chain. Settings come from the configuration, and the schedule sets the learning rates
+before every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
 FusedAdam keep the step count in a number per parameter group. FusedAdam creates the step count at
-its first step, so a new optimizer does not show where it keeps the step count. `step_place` finds
-where the step count is, without relying on the names of optimizers. `step_place` lets the optimizer
-step a parameter with one element, and then looks for the step count.
+its first step, so the place of the step count is not visible in a new optimizer. `step_place` finds
+this place without relying on the names of optimizers: the optimizer steps a probe parameter with
+one element, and `step_place` then looks for the step count.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_state(
     describes.
 
     Args:
-        parameters: sharded state of the model as for `sharded_state`, built again.
+        parameters: sharded state of the model, as in `sharded_state`, built again for loading.
         step: the step count that `sharded_state` returned when the checkpoint was saved.
     """
     taken = 0 if step is None else int(step)
@@ -84,7 +84,8 @@ def load_state(
 
 def chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Returns the optimizers that are stepped one after another. Optimizers without parameters are
-    left out. For example, a pipeline stage without experts still has an optimizer for experts."""
+    left out. For example, a pipeline stage without experts has an optimizer for experts, and this
+    optimizer has no parameters."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if any(group["params"] for group in part.param_groups)]
 
@@ -130,7 +131,7 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """The value that an optimizer stores under "step" after one step.
+    """The places where an optimizer stores a value under "step", and the value after one step.
 
     group: value in the optimizer's parameter groups, or None if the groups have no step count.
     state: value in each parameter's state, or None if these states have no step count.
@@ -164,9 +165,9 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
     """Finds where the host optimizers of a hybrid optimizer keep their step count. All host
     optimizers have the same class.
 
-    After a step, the host optimizers look up the copy of each parameter on the device. A probe
-    parameter has no copy on the device. The probe therefore runs in a new optimizer, which is built
-    as Megatron builds the host optimizers.
+    After a step, a host optimizer looks up the device copy of each of its parameters. A probe
+    parameter has no device copy. The probe therefore runs in a new optimizer with the class and the
+    settings of the host optimizers.
     """
     if not optimizer.cpu_optimizers:
         return StepPlace()
@@ -179,8 +180,8 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
 
 @torch.no_grad()
 def rest(optimizer: Optimizer) -> None:
-    """Makes an optimizer create its state by a step with learning rate 0 and zero gradients. This
-    step does not change the parameters.
+    """Steps an optimizer with learning rate 0 and zero gradients, so that the optimizer creates its
+    state. The step does not change the parameters.
 
     Use this function only for optimizers whose gradients Megatron keeps outside `.grad`.
     """
@@ -218,7 +219,7 @@ def read_step(optimizer: Optimizer) -> int | None:
 
 def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
     """Sets the step count in every place where the optimizer keeps a step count. Each place gets a
-    tensor of its own."""
+    value of its own, and no two places share a tensor."""
     for group in optimizer.param_groups:
         if place.group is not None:
             group[STEP] = like(place.group, step)

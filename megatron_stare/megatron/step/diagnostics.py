@@ -1,10 +1,10 @@
-"""Diagnoses an update on the last pipeline stage, with a forecast of the entropy and with numbers
-of single tokens.
+"""Diagnoses an update on the last pipeline stage: forecasts the change of the entropy, and computes
+numbers for single tokens.
 
-`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss, which
-needs only [N] numbers and no pass of the model. `measured_change` runs after the optimizer step,
-with one more forward pass, and measures how the entropy of the same tokens actually changed.
-docs/diagnostics.md compares the forecast with the measured change.
+`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss. This
+derivative needs only [N] numbers and no pass of the model. `measured_change` runs after the
+optimizer step, with one more forward pass, and measures how the entropy of the same tokens actually
+changed. docs/diagnostics.md compares the forecast with the measured change.
 
 `token_numbers` computes how the current update treats the tokens of some responses, from the
 trainer's own statistics and loss, without the model. `records/token_numbers.py` joins the ranks'
@@ -65,7 +65,8 @@ def forecast(
 
     Args:
         objective: the step's objective, whose tokens have sum_p2 and sum_p2_log_p.
-        head: head that computed the log-probs, with their temperature and vocabulary size.
+        head: output head that computed the log-probs. Gives the temperature and the vocabulary
+            size.
         group: group of the ranks that hold other tokens of the batch, or None if this rank holds
             all tokens.
     """
@@ -85,9 +86,9 @@ def forecast(
 
 
 def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """Returns the mean norm of the tokens' gradients in each cell, and each cell's share of the
-    tokens, as 0-dim tensors over the rollout batch. A cell combines a range of probability with a
-    range of entropy.
+    """Returns two 0-dim tensors for each cell: the mean norm of the gradients of the cell's tokens,
+    and the cell's share of the rollout batch's tokens. A cell combines a range of probability with
+    a range of entropy.
 
     Args:
         tokens: tokens with sum_p2.
@@ -100,9 +101,9 @@ def push_of(
     tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
 ) -> Tensor:
     """Returns, for every token, the negative derivative of the on-policy loss with respect to the
-    token's log-prob, [N]. The negative derivative is the factor of (one_hot - p) in the gradient.
-    The loss itself is differentiated, so weights, masks, aggregation and corrections are
-    included."""
+    token's log-prob, [N]. In a step of gradient descent on the token's logits, this value is the
+    factor of (one_hot - p). The loss itself is differentiated, so weights, masks, aggregation and
+    corrections are included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
         losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]
@@ -139,17 +140,17 @@ def measured_change(
 def token_numbers(
     objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]
 ) -> TokenNumbers:
-    """Returns the values that TokenNumbers lists for the tokens of `samples` in this rank's
-    micro-batches of the update. The values are on the device, and the call does not wait for the
-    device.
+    """Returns the fields of TokenNumbers, one value per token. The tokens are the tokens of
+    `samples` in this rank's micro-batches of the update. The values are on the device, and the call
+    does not wait for the device.
 
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
-    divided by -(coefficient x advantage). A token's weight is the factor that multiplies the
-    advantage after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL
-    terms. A token's weight is also computed for methods in a user's own file. A token with
-    coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold
-    tokens of the same responses, all these ranks must call `token_numbers`, since a method's loss
-    may sum over the ranks.
+    divided by -(coefficient x advantage). This weight is the factor that multiplies the advantage
+    after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. For a
+    method in a user's own file, the weight is computed in the same way. A token with coefficient 0
+    has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold tokens of the
+    same responses, all these ranks must call `token_numbers`, because a method's loss may contain a
+    sum over these ranks.
 
     Args:
         objective: the update's objective.

@@ -35,7 +35,8 @@ class Compared:
 
     versions: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.
-    expected: number of tokens on all ranks.
+    expected: number of tokens that all ranks together should hold. Fewer compared tokens mean that
+        tokens are missing.
     """
 
     values: Tensor  # [N] float32

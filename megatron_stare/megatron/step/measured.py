@@ -54,8 +54,8 @@ class Measured:
     """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's
     state for the updates.
 
-    next_state: the initial state of the next step, which differs from `state` only if a training
-    pass replaced the log-prob pass.
+    next_state: the state with which the next step begins. `next_state` differs from `state` only if
+    a training pass replaced the log-prob pass.
     forecast: metrics of the entropy forecast.
     """
 
@@ -69,7 +69,7 @@ class Measured:
         """Returns requests for the metrics of the rollout batch, by name.
 
         Args:
-            sampled: False if no engine sampled the tokens, so that there are no log-probs of an
+            sampled: False if no engine sampled the tokens. The tokens then have no log-probs of an
                 engine.
         """
         tokens = self.tokens
@@ -96,8 +96,8 @@ def measure_batch(
         state: the method's state of the previous step.
         group: group of the ranks that hold other tokens of the batch, or None if this rank holds
             all tokens.
-        lagged: whether log-probs are still unknown, in which case the state does not change until
-            `complete` runs.
+        lagged: whether log-probs are still unknown. If so, this step keeps the previous state, and
+            `complete` computes the next step's state.
     """
     statistics = gather_statistics(partial(method.requests, tokens), group)
     now = state if lagged else method.control(state, statistics)

@@ -3,8 +3,8 @@ of such numbers.
 
 When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
 data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
-gradient is finite. On request, `look` finds the weights, gradients and samples that are not finite
-after the update.
+gradient is finite. After a skipped update, `look` finds on request which weights, gradients and
+samples are not finite.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class NotFinite:
 
     own_gradient: whether the rank's own gradient was not finite before the gradient was reduced
         over data-parallel ranks.
-    weights: the first parameter with values that are not finite, in forward order.
-    gradient: the first parameter whose gradient was not finite, in backward order.
-    samples: samples of the whole batch with a log-prob, advantage or loss that is not finite on
-        this rank, in ascending order.
+    weights: the first parameter, in forward order, with values that are not finite.
+    gradient: the first parameter, in backward order, whose gradient was not finite.
+    samples: samples of the whole batch, in ascending order, for which this rank holds a log-prob,
+        advantage or loss that is not finite.
     """
 
     rank: int
@@ -86,7 +86,7 @@ def look(
     tokens: TokenBatch | None,
     lost: Tensor | None,
 ) -> NotFinite:
-    """Finds the numbers on this rank that are not finite, after an update that was skipped.
+    """Finds the numbers on this rank that are not finite. Call `look` after an update was skipped.
 
     Args:
         tokens: this rank's tokens, on the last stage.

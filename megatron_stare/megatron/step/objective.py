@@ -45,14 +45,14 @@ class Objective:
     """The loss of one optimizer step, and the metrics logged for it.
 
     tokens: this rank's N positions. The positions of other mini-batches are masked, and the token
-        counts are those of this mini-batch.
+        counts cover only this mini-batch.
     rows: [.] indices of the mini-batch's positions among the N positions.
     statistics: statistics of the mini-batch over all ranks.
     own: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope is
         micro_batch, a micro-batch uses its entry of `own` instead of `statistics`. For other
         scopes, `own` is empty.
-    is_log_prob_pass: whether this training pass is also the log-prob pass, in which case the old
-        log-probs equal the current log-probs.
+    is_log_prob_pass: whether this training pass is also the log-prob pass. If so, the old log-probs
+        equal the current log-probs.
     """
 
     method: Method
@@ -146,7 +146,7 @@ def make_objective(
         group: group of the ranks that hold other tokens of the mini-batch, or None if this rank
             holds all tokens.
         by_micro_batch: whether tokens are selected within each micro-batch separately.
-        known: statistics of the mini-batch if they are already known.
+        known: statistics of the mini-batch, or None to compute these statistics.
     """
     span = part.span
     rows = torch.arange(span.start, span.stop, device=part.device)

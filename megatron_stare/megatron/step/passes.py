@@ -2,8 +2,8 @@
 entropies. The training pass runs forward and backward and gives the gradient.
 
 The two passes run Megatron's pipeline schedule over the same micro-batches. On-policy ratios are
-therefore 1. `Reference` is the reference policy in the KL term. A forward-only pass computes the
-log-probs of the reference policy too.
+therefore 1. `Reference` is the reference policy in the KL term. Its log-probs also come from a
+forward-only pass.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def compute_log_probs(
     are empty on all pipeline stages but the last.
 
     Args:
-        second_moment: whether to return also sum p^2 and sum p^2 ln p over the vocabulary, [N]
-            each.
+        second_moment: whether to return two more tensors [N]: sum p^2 and sum p^2 ln p, over the
+            vocabulary.
         keep: list to fill with the last hidden states of each micro-batch and their autograd graph.
             `accumulate_gradients` continues from these hidden states. A model with several pipeline
             stages does not support `keep`.
@@ -74,8 +74,8 @@ def accumulate_gradients(
         loss_scale: 0-dim factor of the loss and therefore of the gradient, or None for a factor of
             1.
         kept: hidden states that `compute_log_probs` kept for the same micro-batches and weights.
-            These hidden states make another forward of the model unnecessary.
-            `accumulate_gradients` empties the list.
+            With these hidden states, the model's forward does not run again. `accumulate_gradients`
+            empties the list.
 
     Returns:
         The tensors [N] that `loss_of` logged, concatenated over micro-batches. The returned dict is
@@ -117,8 +117,8 @@ def _run(
 ) -> Any:
     """Runs Megatron's schedule over this rank's micro-batches.
 
-    `after_hidden` turns a micro-batch's last hidden states into the results that are collected. If
-    `kept` has entries, the hidden states are taken from `kept` instead of a forward pass.
+    `after_hidden` computes a micro-batch's results from the last hidden states. If `kept` has
+    entries, the hidden states are taken from `kept` instead of a forward pass.
     """
     # Megatron expects the length before sequences are split
     split = batch.layout.micro_batch_group
@@ -134,7 +134,7 @@ def _run(
         return hidden, lambda output, non_loss_data=False: after_hidden(chunk, output, micro)
 
     def on_device() -> Iterator[MicroBatch]:
-        """Copies each micro-batch to the device when it is needed."""
+        """Copies each micro-batch to the device when the schedule requests the micro-batch."""
         bounds = has_transformer_engine()
         return (micro.to(batch.device, bounds=bounds) for micro in batch.micro_batches)
 

@@ -1,5 +1,5 @@
-"""Measures a rank's memory for the memory metrics. On a CPU, the measured memory includes the
-tensors that autograd keeps for backward."""
+"""Measures a rank's memory for the memory metrics. On a CPU, `SavedForBackward` counts the tensors
+that autograd keeps for backward."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 
 
 class SavedForBackward:
-    """Counts the bytes that autograd keeps now, and their peak since the last `take_peak`. Memory
-    shared by several saved tensors counts once. The policy's own memory does not count."""
+    """Counts the bytes that autograd keeps for backward now, and the peak of these bytes since the
+    last `take_peak`. Several saved tensors that share memory count once. The policy's own memory
+    does not count."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
@@ -37,7 +38,7 @@ class SavedForBackward:
             yield
 
     def take_peak(self) -> int:
-        """Returns the peak in bytes, and starts a new peak from the bytes that are kept now."""
+        """Returns the peak in bytes. The next peak starts from the bytes that are kept now."""
         peak, self._peak = self._peak, self._now
         return peak
 

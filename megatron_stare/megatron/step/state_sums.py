@@ -2,8 +2,8 @@
 checkpoint restored the whole state.
 
 The log-probs of a canary batch verify the weights, but not the optimizer. A lost optimizer state
-raises no error and shows only in later steps. The totals over all ranks are equal in any layout, up
-to rounding in float64.
+raises no error and shows only in later steps. The totals over all ranks are the same in every
+layout, up to rounding in float64.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum 
 class RankProof:
     """Numbers that one rank contributes to a proof of the loaded state.
 
-    log_probs: for each policy, two tensors for the response positions on this rank: their indices
-        [n] in the batch's canonical order, and their log-probs [n] float32. Only the last stage has
-        log-probs.
+    log_probs: two tensors for each policy: the indices [n] of this rank's response positions in the
+        batch's canonical order, and the log-probs [n] float32 at these positions. Only the last
+        stage has log-probs.
     sums, counts: see `state_sums`.
     """
 
@@ -76,7 +76,8 @@ def _state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, d
 
 
 def _add(found: dict[str, list[float]], what: str, words: int, states: Iterable[Any]) -> None:
-    """Adds parts of whole tensors to `found`. `words` is the size of the vocabulary."""
+    """Adds the sums of this rank's parts of the tensors to `found`. `words` is the size of the
+    vocabulary."""
     for state in states:
         for part in nested_values(state):
             if not isinstance(part, ShardedTensor | ShardedTensorFactory) or not is_main_replica(

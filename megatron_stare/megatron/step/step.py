@@ -248,8 +248,8 @@ class Step:
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the values that TokenNumbers lists for the watched tokens on this rank, one entry
-        per update. Waits for the device.
+        """Returns one TokenNumbers per update, for this rank's tokens of the watched samples. Waits
+        for the device.
 
         Only one rank of each tensor-parallel group of the last stage returns values. All other
         ranks return an empty list.
@@ -258,17 +258,17 @@ class Step:
         return [part.to_host() for part in mine]
 
     def _mini_batch(self, number: int) -> int:
-        """Returns the number of an update's mini-batch. Every epoch takes the mini-batches in the
-        same order."""
+        """Returns the index of the mini-batch that an update trains on. Every epoch takes the
+        mini-batches in the same order."""
         return number % len(self.batch.plan.mini_batches)
 
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
         """Returns the objective of an update, or None on all pipeline stages but the last.
 
-        For every update after the first, all ranks must call `_make_objective`. If
-        `statistics.surprisal` is `current`, the call passes the update's mini-batch through the
-        model again.
+        For every update after the first, all ranks must call `_make_objective`, because the call
+        may run a forward pass. The forward pass computes the surprisals of the update's mini-batch
+        again if `statistics.surprisal` is `current`.
         """
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
@@ -303,8 +303,8 @@ class Step:
     def _metrics(
         self, logged: Mapping[str, Tensor], *, with_batch: bool
     ) -> Mapping[str, Tensor | float]:
-        """Returns all metrics of an update as 0-dim tensors. If `with_batch` is True, includes the
-        metrics of the rollout batch."""
+        """Returns all metrics of an update, or {} on all pipeline stages but the last. If
+        `with_batch` is True, the metrics of the rollout batch are included."""
         if self.measured is None or self._objective is None:
             return {}
         objective = self._objective

@@ -43,9 +43,8 @@ def begin_save(
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Reads the part of a checkpoint that is not tensors. A checkpoint of megatron-core 0.16 has a
-    file for this part. A checkpoint of megatron-core 0.19 has an object among the tensors
-    instead."""
+    """Reads the part of a checkpoint that is not tensors. megatron-core 0.16 saves this part in a
+    file. megatron-core 0.19 saves this part as an object among the tensors."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():
@@ -63,6 +62,6 @@ def load_common(folder: str) -> dict[str, Any]:
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads the entries of a checkpoint whose names are in `state`. `strategy` reads the tensors,
-    or Megatron's default strategy if `strategy` is None."""
+    """Reads the checkpoint entries that are named in `state`. The tensors are read by `strategy`,
+    or by Megatron's default strategy if `strategy` is None."""
     return dist_checkpointing.load(state, folder, strategy, _LoadCommon())

@@ -43,6 +43,6 @@ def load_common(folder: str) -> dict[str, Any]:
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads the entries of a checkpoint whose names are in `state`. `strategy` reads the tensors,
-    or Megatron's default strategy if `strategy` is None."""
+    """Reads the checkpoint entries that are named in `state`. The tensors are read by `strategy`,
+    or by Megatron's default strategy if `strategy` is None."""
     return dist_checkpointing.load(state, folder, strategy)

@@ -54,8 +54,8 @@ class Window:
         steps: number of latest values to keep.
         known: number of finite latest values that a comparison requires.
         first: number of the run's first values to keep.
-        gaps: whether a value that is not finite takes a place among the latest values. If not, a
-            value that is not finite is skipped.
+        gaps: whether values that are not finite count among the latest values. If False, these
+            values are skipped.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -80,8 +80,8 @@ class Window:
 
     def growth(self) -> float | None:
         """Returns the median of the latest values divided by the median of the first values.
-        Returns None while the latest values overlap the first values, and None if the median of the
-        first values is not above 0."""
+        Returns None while some values are both among the first and among the latest values. Also
+        returns None if the median of the first values is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -117,8 +117,8 @@ NOTHING = Found(False)
 class Condition(ABC):
     """Base class of a kind of condition. `str()` describes the condition for docs/guards.md.
 
-    metrics: names in order of preference. A step is judged by the first of these metrics that the
-    step has.
+    metrics: names in order of preference. The condition uses the first of these metrics that a step
+    has.
     """
 
     metrics: tuple[str, ...]
@@ -181,8 +181,8 @@ class Risen(Condition):
 
 @dataclass(frozen=True)
 class TimesMedian(Condition):
-    """Holds if the metric is many times the median of earlier steps. Another rule covers values
-    that are not finite."""
+    """Holds if the metric is many times the median of earlier steps. Does not hold for values that
+    are not finite, because another rule covers these values."""
 
     times: float = GRAD_SPIKE
     steps: int = GRAD_WINDOW
@@ -231,11 +231,11 @@ class Collapse(Condition):
 
 
 class _Sides(Window):
-    """Records the side of the target's band on which entropy was at each step. The side is 1 above
-    the band, -1 below the band, 0 inside the band, and NaN without a target.
+    """Records for each step whether entropy was above the target's band (1), below the band (-1) or
+    inside the band (0). The record is NaN without a target.
 
-    The first step that jumps over the band counts as inside, because entropy has then reached the
-    target.
+    If entropy jumps over the band before any step was inside, the first step after the jump counts
+    as inside, because entropy has then reached the target.
     """
 
     reached = False
@@ -284,8 +284,8 @@ class OffTarget(Condition):
 
 @dataclass(frozen=True)
 class Grown(Condition):
-    """Holds if the mean difference between engine and trainer has grown over the run and is not
-    negligibly small.
+    """Holds if the difference between engine and trainer has grown over the run, and the mean
+    difference is not negligible.
 
     setting: name of a run's setting. The values of this setting replace `times` and `least`. If the
         name is "", the values in the table apply.
@@ -310,8 +310,9 @@ class Spike(Condition):
     """Holds if the metric is many spreads away from the median of earlier steps.
 
     both_ways: whether a value far below the median is a spike too.
-    spreads, steps, known: values from a run's settings, which config/fault_sections.py describes.
-    least: a value at or below `least` is no spike.
+    spreads, steps, known: values from the run's settings. config/fault_sections.py describes these
+        settings.
+    least: a value at or below `least` is no spike above the median.
     """
 
     both_ways: bool = False
@@ -328,8 +329,8 @@ class Spike(Condition):
         return Window(self.steps, self.known)
 
     def limit(self, before: Window) -> float:
-        """Returns the largest value that is no spike, or inf if there are too few earlier values to
-        compare with."""
+        """Returns the bound above which a value is a spike, or inf if there are too few earlier
+        values for a comparison."""
         if (scale := before.scale()) is None:
             return math.inf
         return max(scale[0] + self.spreads * scale[1], self.least)

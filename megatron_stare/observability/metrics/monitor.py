@@ -31,8 +31,8 @@ class Monitor:
     """Passes all reports of a run to its sinks.
 
     Args:
-        sinks: sinks by name. Essential sinks are called first, so that everything that other sinks
-            show has been recorded.
+        sinks: sinks by name. Essential sinks are called first, so that a report is recorded before
+            other sinks show the report.
         run: the run's directory and configuration.
         own: the user's functions that compute metrics of a step's batch, keyed by path.
     """
@@ -90,7 +90,7 @@ class Monitor:
         self._tell(lambda sink: sink.note(text))
 
     def log(self, step: int, batch: RolloutBatch, result: Mapping[str, float]) -> None:
-        """Logs a finished step. A line that was logged survives if the process is killed.
+        """Logs a finished step. A logged line is not lost if the process is killed.
 
         Args:
             result: the trainer's metrics of the step.

@@ -28,8 +28,8 @@ def paired_interval(
     *,
     problems: Sequence[int] | None = None,
 ) -> tuple[float, float, float]:
-    """Returns the mean of after - before over the same prompts, with Student's confidence interval
-    over problems.
+    """Returns the mean of after - before over prompts, with Student's confidence interval over
+    problems. `before` and `after` contain results of the same prompts.
 
     Let d be the mean and s the sample standard deviation (divisor n - 1) of d_i = after_i -
     before_i. Let t be the (1 + level)/2 quantile of Student's distribution with n - 1 degrees of
@@ -88,7 +88,7 @@ def compared(
 def summary(
     metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3
 ) -> dict[str, float | None]:
-    """Returns the figures of one run. A figure is None if its metric was not logged or never
+    """Returns the figures of one run. A figure is None if its metric was never logged or never
     finite.
 
     steps, last_step             number of steps, and number of the last step
@@ -144,10 +144,9 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Returns True if entropy was held at its target. The mean entropy of the last third of the
-    steps must be within BAND of the target. The mean entropy of the last RECENT steps must be
-    within BAND of the target too. In the last third, at least a share HELD_SHARE of the steps must
-    have an entropy within BAND of the target.
+    """Returns True if entropy was held at its target. In the last third of the steps, the mean
+    entropy and at least a share HELD_SHARE of the single steps' entropies must be within BAND of
+    the target. The mean entropy of the last RECENT steps must be within BAND of the target too.
 
     Args:
         figures: a `summary`.

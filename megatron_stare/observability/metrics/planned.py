@@ -16,8 +16,9 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Planned:
-    """A predicted and a measured value. The measured value is the median over steps for seconds and
-    tokens, and the maximum over steps for memory."""
+    """A predicted and a measured value of a metric. For seconds and tokens, the measured value is
+    the median over steps, without the first steps. For memory, the measured value is the maximum
+    over steps."""
 
     name: str
     unit: str
@@ -26,8 +27,7 @@ class Planned:
 
 
 def planned_and_measured(rows: Sequence[Mapping[str, float]]) -> list[Planned]:
-    """Returns the metrics that the plan predicts for the newest step and that some step has
-    measured.
+    """Returns the metrics that have a prediction in the newest step and a measurement in any step.
 
     Args:
         rows: metrics by step.

@@ -1,7 +1,7 @@
-"""Counts how often responses reflect on themselves. One metric counts the words that the
-configuration lists. Other metrics count words of the STARE paper's six categories among the tokens
-that a method selects. The functions are pure. The results of these functions are metrics of a step
-and therefore part of the report."""
+"""Computes metrics of how often responses reflect on themselves. One metric counts the words that
+the configuration lists. Other metrics show how many of a method's selected tokens belong to words
+of the STARE paper's six categories. The functions are pure. The results of these functions are
+metrics of a step and therefore part of the report."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the share of tokens that belong to a word of each category.
-    `reflection/selected_<category>` is the share among the selected tokens, and
+    """Returns, for each category of words, the share of tokens that belong to one of the category's
+    words. `reflection/selected_<category>` is the share among the selected tokens, and
     `reflection/all_<category>` is the share among all tokens that carry loss.
 
     Words are found by the rules of records/words.py. A token belongs to a word if any of the word's

@@ -1,5 +1,5 @@
-"""Computes signs that a policy earns its reward by other means than reasoning, from the samples of
-one step.
+"""Computes, from the samples of one step, signs that a policy earns its reward by other means than
+reasoning.
 
 The functions are pure. The results of these functions are metrics of the step and therefore part of
 the report. No single sign proves anything. docs/diagnostics.md explains how to read each sign.
@@ -112,7 +112,7 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
     Each n-gram becomes one int64 number in a base that is the largest token id plus 1. The first
     digit of this number is the index of the response, and the other digits are the token ids. numpy
-    sorts the int64 numbers in a tenth of torch's time.
+    sorts the int64 numbers because torch would take ten times as long.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)
@@ -138,8 +138,8 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
 def tokens_before_answer(sample: Trajectory) -> float:
     """Returns an estimate of the number of sampled tokens before the answer. The estimate is the
-    number of all tokens that the policy sampled, multiplied by the share of the text that precedes
-    the answer.
+    number of all sampled tokens, multiplied by the share of the response's text that precedes the
+    answer.
 
     The sample must have an answer.
     """

@@ -1,10 +1,10 @@
 """Defines the rules for a run's metrics in one table, RULES, and the alerts that follow from these
 rules.
 
-`Watch` determines when alerts begin and end. The monitor of a run uses `Watch`, and `status` uses
-`Watch` on the run's metrics alone. Some rules may end a run or roll a run back. The driver applies
-such rules with the run's settings before a step is done (driver/guards.py and
-driver/agreement_watch.py).
+`Watch` determines when alerts begin and end. The monitor uses `Watch` during a run. The command
+`status` uses `Watch` too, on a run's logged metrics alone. Some rules may end a run or roll a run
+back. The driver applies such rules, with the run's settings, before a step is done
+(driver/guards.py and driver/agreement_watch.py).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Rule:
 
     @property
     def action(self) -> str:
-        """The consequence, in words."""
+        """The rule's consequence, in words."""
         if self.guard:
             return f"`{self.setting}.action`"
         return "alert" if self.alert else "stop"
@@ -266,8 +266,8 @@ class Watch:
     """Follows a run by the metrics of its steps, and determines when alerts begin and end.
 
     Args:
-        dtype: dtype of the trained model, which determines the expected agreement of engine and
-            trainer.
+        dtype: dtype of the trained model. The dtype determines how closely engine and trainer
+            should agree.
         sampled: whether the run samples its responses.
     """
 
@@ -311,6 +311,6 @@ class Watch:
 
 
 def _as_logged(rule: Rule) -> Condition:
-    """Returns a condition that tests this rule on a run's logged metrics. If the rule has a flag,
-    the condition holds if the flag's metric is 1."""
+    """Returns a condition that tests this rule on a run's logged metrics. For a rule with a flag,
+    the condition holds if the flag is 1."""
     return Equal((rule.flag,), 1.0) if rule.flag else rule.when

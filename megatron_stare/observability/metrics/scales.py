@@ -60,8 +60,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     """Smooths a series with a Gaussian kernel whose standard deviation is a sixtieth of the series'
     length. A missing value stays missing and does not lower the smoothed values beside it.
 
-    The kernel is centred, because a trailing average would show every change of direction later
-    than the change happened.
+    The kernel is centred. A trailing average would show every change of direction too late.
     """
     x = np.asarray(values, dtype=float)
     sigma = max(1.0, len(x) / 60)
@@ -75,8 +74,8 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(points: Points, limit: int = 700) -> Points:
-    """Reduces a series to about `limit` points with the same outline. The function keeps, from
-    every bucket of points, the lowest point, the highest point and the first point without a finite
+    """Reduces a series to about `limit` points with the same outline. From every bucket of points,
+    three points are kept: the lowest point, the highest point and the first point without a finite
     value."""
     if len(points) <= limit:
         return points

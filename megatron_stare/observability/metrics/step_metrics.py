@@ -222,7 +222,7 @@ def step_metrics(
 
 
 def reward_metrics(batch: RolloutBatch, samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of rewards, and other metrics that only sampled responses have."""
+    """Returns the metrics of rewards, and other metrics that exist only for sampled responses."""
     rewards = batch.rewards[batch.verified]
     return {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),

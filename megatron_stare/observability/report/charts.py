@@ -1,8 +1,8 @@
 """Draws line charts over training steps as inline SVG.
 
 Turns metric series of one or more runs into pictures for `page.html.jinja`. Colours are CSS classes
-(c0, c1, ...), so the page's light and dark palettes apply. The numbers shown at the pointer are
-attached as JSON.
+(c0, c1, ...), so the page's light and dark palettes apply. The page shows a chart's numbers at the
+mouse pointer. These numbers are attached to the chart as JSON.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ HOVER_POINTS = 400  # positions at which the pointer can stop
 
 @dataclass(frozen=True)
 class Line:
-    """One run's series in a chart. `colour` is the number of the run's colour. If the line
-    represents no run, `kind` is the CSS class of the line."""
+    """One line of a chart, usually the series of one run. `colour` is the index of the run's
+    colour. For a line that represents no run, `kind` is the CSS class of the line."""
 
     label: str
     colour: int
@@ -107,7 +107,8 @@ class _Frame:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart's picture, the `lines` in it, and the numbers shown at the pointer."""
+    """A chart's picture, the `lines` in the picture, and the numbers that the page shows at the
+    mouse pointer."""
 
     width: int
     height: int
@@ -159,7 +160,8 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
 
 
 def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
-    """Marks where lines leave the plot, and returns a description of the values outside."""
+    """Marks the places where lines leave the plot, and returns a description of the values outside
+    the plot."""
     low, high = frame.y_ticks[0], frame.y_ticks[-1]
     said = []
     for line in lines:

@@ -23,8 +23,8 @@ _BY_STEP = (
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
-    """Compares the figures of `run` with the figures of `first`. Returns, for each figure's label,
-    the value of `run` minus the value of `first`."""
+    """Compares the figures of `run` with the figures of `first`. Returns the differences by the
+    figures' labels. A difference is the value of `run` minus the value of `first`."""
     found: dict[str, Figure] = {}
     for task in first.tasks:
         one, two = first.on_task(task), run.on_task(task)
@@ -85,7 +85,7 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
     """Compares a metric over the last third of the common steps. Neighbouring steps are not
-    independent, so blocks of RECENT steps count as one observation each."""
+    independent, so each block of RECENT steps counts as one observation."""
     pair = _over_steps(first, run, key)
     if pair is None:
         return None
@@ -144,7 +144,7 @@ def _tone(low: float, high: float) -> Tone:
 def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[str | None]]], str]:
     """Returns a row for each setting that differs from the defaults or between the runs, and a
     sentence about these rows. A row contains the setting's name and the setting's value in every
-    run."""
+    run. If the defaults are not known, there is a row for every setting."""
     trees = [_flat(run.config) for run in runs]
     defaults = [_defaults(run.config) for run in runs]
     known = all(default is not None for default in defaults)
@@ -176,8 +176,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the default settings of the configuration's method, or None if the method's class
-    cannot be imported.
+    """Returns the default settings of the configuration's method, or None if the method is unknown
+    or its class cannot be imported.
 
     Imports the method's class and therefore torch. The rest of the report does not need torch.
     """

@@ -215,8 +215,8 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
     """Returns two charts for each run that selects tokens. The first chart shows the share of
-    selected tokens on the right side of the critical surprisal. The second chart shows the selected
-    tokens' cumulative effect on entropy."""
+    selected tokens whose surprisal is on the expected side of the critical surprisal. The second
+    chart shows the selected tokens' cumulative effect on entropy."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -297,8 +297,7 @@ def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
 
 
 def _dashed(line: Line) -> Line:
-    """Smooths a line that is drawn dashed, because a dashed line shows a trend, not single
-    values."""
+    """Smooths a dashed line. A dashed line shows a trend, not single values."""
     return replace(line, values=smooth(line.values)) if len(line.values) >= SMOOTH_FROM else line
 
 
@@ -310,8 +309,8 @@ def _recorded(charts: Sequence[Chart]) -> list[Chart]:
 
 @dataclass(frozen=True)
 class TokenNorms:
-    """A text table of the mean norm of a token's gradient, by ranges of the token's probability and
-    of the token's entropy.
+    """A table, as text, of the mean norm of a token's gradient. The table is divided by ranges of
+    the token's probability and by ranges of the token's entropy.
 
     columns: ranges of entropy.
     rows: one row per range of probability. A row contains the range of probability, the bound

@@ -79,7 +79,7 @@ class Problem:
 
 
 def problems(run: RunRecord) -> list[Problem]:
-    """Returns the alerts that the steps of a run raise, the most serious first."""
+    """Returns the alerts that a run's steps raise, most serious first."""
     watch = Watch(str(run.setting("model.dtype") or "float32"), sampled=not run.supervised)
     spells: dict[str, list[Alert]] = {}
     for row in run.metrics:
@@ -104,8 +104,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Describes pairs of runs that are identical step for step, and a possible reason. The lines of
-    such runs coincide in the charts."""
+    """Describes pairs of runs with the same entropy and reward in all common steps or in the first
+    common steps. Gives a possible reason. In these steps, the lines of the two runs coincide in the
+    charts."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:

@@ -2,8 +2,8 @@
 
 Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
 report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
-module prepares the content. `page.html.jinja` lays the content out as a first screen, followed by
-folded parts. In a browser without JavaScript, only the token view is missing.
+module prepares the content. `page.html.jinja` shows the content as a first screen, followed by
+parts that a reader can unfold. In a browser without JavaScript, only the token view is missing.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _told(row: Sequence[Figure | None]) -> bool:
 
 
 def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
-    """Returns the charts of the report's first screen, and as a second list all other charts."""
+    """Returns two lists: the charts of the report's first screen, and all other charts."""
     entropy, *near = _entropy(runs)
     first = [entropy, Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *near]
     charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
@@ -282,15 +282,16 @@ def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record
 
 @dataclass(frozen=True)
 class Part:
-    """Mean seconds per step that one phase takes, and the phase's share of the step time."""
+    """Mean seconds of one phase per step, and the phase's share of the step time."""
 
     seconds: float
     share: float
 
 
 def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
-    """Returns one row per phase, in the order of a step. A row contains the phase's name, and a
-    `Part` for every run. Returns [] if no run has timings."""
+    """Returns one row per phase, in the order of a step. A row contains the phase's name, and one
+    entry per run: a `Part`, or None if the run lacks the phase. Returns [] if no run has
+    timings."""
     columns = [_phases(run) for run in runs]
     names = dict.fromkeys(name for name in _ORDER if any(name in column for column in columns))
     names |= dict.fromkeys(name for column in columns for name in column if name != REST)
@@ -300,8 +301,8 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Part]:
-    """Returns the `Part` of every phase of a run. The first step warms up, so the averages leave
-    out the first step if the run has other steps."""
+    """Returns the `Part` of every phase of a run. The first step includes warm-up. The averages
+    therefore leave out the first step, unless the run has no other step."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:

@@ -6,9 +6,9 @@ For two run directories, rollouts.html shows the runs side by side. Like the rep
 loads no other file. The page and the report show a response in the same token view
 (`token_view.*`).
 
-The page contains the list of responses. Texts and token numbers are in packed blocks, and the page
-unpacks a block on demand. A block is gzipped JSON in base64 with at most BLOCK responses. These
-blocks let a page with tens of thousands of responses open quickly.
+The page contains the list of responses, and packed blocks of texts and token numbers. The page
+unpacks a block only when the page needs the block. A block is gzipped JSON in base64 with at most
+BLOCK responses. These blocks let a page with tens of thousands of responses open quickly.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
     """Reads the responses of a run, oldest first. If the responses exceed the size limit of the
-    page, blocks are dropped at even intervals over the run.
+    page, blocks are dropped at even intervals over the steps of the run.
 
     Raises:
         DataError: a rollout file is damaged.

@@ -1,7 +1,7 @@
 """Prepares sampled responses with coloured tokens for `token_view.html.jinja` and `token_view.js`.
 
 Reads rollout files. Any page that includes the macro of `token_view.html.jinja` can show the
-prepared responses. The view shows the numbers in the rollout file unchanged.
+prepared responses. The page shows the numbers exactly as the rollout file contains them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MOST_TOKENS = 40_000  # per page and run; about 25 bytes each
 
 @dataclass(frozen=True)
 class TokenView:
-    """Responses that a reader of the page can choose from, and a text about responses left out."""
+    """The responses that a reader of the page can choose from, and a text about the responses that
+    are left out."""
 
     responses: Sequence[dict[str, Any]]
     about: str
@@ -31,8 +32,8 @@ class TokenView:
 
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
-    """Makes a view of the responses that have token numbers, with at most MOST_TOKENS tokens. The
-    first response is shown even if this response has more than MOST_TOKENS tokens."""
+    """Makes a view of the responses that have token numbers. The view contains at most MOST_TOKENS
+    tokens in total. The first response is shown even if this response alone has more tokens."""
     known = [response for response in responses if response.tokens]
     shown: list[dict[str, Any]] = []
     tokens = 0

@@ -83,8 +83,8 @@ class Console(Sink):
 
 
 def _of_several(record: Mapping[str, Any]) -> str:
-    """Returns a text with pass@k and maj@k for the largest k, or "" if problems are answered only
-    once."""
+    """Returns a text with pass@k and maj@k for the largest k, or "" if each problem is answered
+    only once."""
     told = {
         name.partition("@")[0]: f", {name} {each['value']:.3f}"
         for name, each in record.get("results", {}).items()

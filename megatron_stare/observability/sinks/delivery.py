@@ -5,8 +5,8 @@ is a small file in the run directory that lists what the service has received. S
 `Service` write the file before they send a step. If the run is killed between writing and sending,
 the service lacks the step, but never has the step twice. The webhook writes the file after it posts
 the alerts of a step. If the run is killed between posting and writing, the service may receive
-these alerts twice. The file is not part of checkpoints, because going back to a checkpoint does not
-take data back from a service.
+these alerts twice. The file is not part of checkpoints. If a run goes back to a checkpoint, the
+service still has the data that it received.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_stare.errors import DataError
 class Background:
     """A thread with a bounded queue of calls.
 
-    The next `call` raises the error of an earlier call, so that the caller can report the error.
-    The thread is a daemon, so a call that hangs does not keep the process alive.
+    If a queued call fails, the next use of `call` raises the error, so that the caller can report
+    the error. The thread is a daemon thread, so a hanging call does not keep the process alive.
 
     Args:
         name: name of the thread.
@@ -62,10 +62,10 @@ class Background:
 
     def close(self, limit_s: float) -> bool:
         """Waits at most `limit_s` seconds for the queued calls. Returns True if all calls were
-        made.
+        made. Returns False without waiting if the queue is full.
 
         Raises:
-            Exception: an error of a queued call that `call` has not raised yet.
+            Exception: the error of a queued call, if `call` has not raised this error already.
         """
         self.closing.set()
         try:
@@ -94,8 +94,8 @@ class Delivered:
     starts: number of times that the run was opened in the service.
     step: the newest step that was sent.
     evaluated: [step, task] of every evaluation that was sent.
-    redone: [first, last] of every range of steps that were sent and then repeated after a resume.
-        The service keeps the metrics that were sent first.
+    redone: [first, last] of every range of steps that were sent before a resume and repeated after
+        the resume. For these steps, the service keeps the metrics that were sent first.
     """
 
     file: Path
@@ -135,7 +135,7 @@ class Delivered:
         os.replace(temporary, self.file)
 
     def goes_on_after(self, step: int) -> None:
-        """Records that the run resumes after `step`. The run repeats steps that were delivered
-        after `step`, so these steps are added to `redone`."""
+        """Records that the run resumes after `step`. If later steps were already delivered, these
+        steps are added to `redone`, because the run repeats these steps."""
         if step < self.step and [step + 1, self.step] not in self.redone:
             self.redone.append([step + 1, self.step])

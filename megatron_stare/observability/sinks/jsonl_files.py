@@ -1,9 +1,8 @@
 """Writes the record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ in the run
 directory.
 
-The report, a resumed run and users with `jq` read the record. A resumed run first truncates the
-record to the step from which the run resumes. The record then reads as if the run had never
-stopped.
+The report, a resumed run and users with `jq` read the record. A resumed run first removes all later
+steps from the record. The record then looks like the record of a run that never stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class JsonlFiles(Sink):
     """Appends a line per step to metrics.jsonl and a line per evaluation to eval.jsonl, and
     regularly writes a file of sampled rollouts.
 
-    A call flushes its line to the operating system, so the line survives if the process is killed.
+    Every line is flushed to the operating system, so the line is not lost if the process is killed.
     """
 
     essential = True

@@ -1,5 +1,5 @@
-"""Base of sinks that report to a service. No step and no evaluation is reported twice, even if the
-run or the service fails.
+"""Defines the base class of sinks that report to a service. No step and no evaluation is reported
+twice, even if the run or the service fails.
 
 The monitor calls the sink. The sinks of W&B and MLflow implement the calls to their services. These
 calls run on a separate thread. A resumed run sends the recorded steps and evaluations that are not
@@ -48,7 +48,7 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Removes from `delivered` all entries that the service has evidently not received. A
+        """Removes the entries from `delivered` that the service turns out not to have received. A
         resumed run calls `look` before it continues."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Service(Sink):
                 )
 
     def abandon(self) -> None:
-        """Stops processes of a hanging service if these processes would keep this process alive."""
+        """Stops the processes of a hanging service that would keep this process alive."""
 
     def _begin(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         self._finished = False

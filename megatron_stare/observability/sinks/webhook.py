@@ -27,8 +27,8 @@ CLOSE_S = 10.0  # for alerts still waiting when the run ends
 
 
 class Webhook(Sink):
-    """Posts every alert when the alert begins and when the alert ends. The address is a secret, so
-    no file and no message contains the address.
+    """Posts an alert when the alert begins and again when the alert ends. The address is secret, so
+    files and messages never contain the address.
 
     Args:
         env: name of the environment variable that holds the address.

@@ -1,9 +1,10 @@
 """Reports steps and evaluations as a run of W&B, online or offline.
 
-W&B buffers up to a block of 32 KB. The buffer is lost if the driver is killed. A resumed offline
-run therefore continues after the last rows in W&B's files, not after the last steps sent. W&B's
-files are logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md). A header of 7
-bytes precedes the log. The log's records are protocol buffers, which the wandb package defines.
+W&B keeps up to one block of 32 KB in a buffer. If the driver is killed, the buffer is lost. A
+resumed offline run therefore continues after the last rows in W&B's files, not after the last steps
+sent. W&B's files are logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md). A
+header of 7 bytes precedes the log. The log's records are protocol buffers, which the wandb package
+defines.
 """
 
 from __future__ import annotations

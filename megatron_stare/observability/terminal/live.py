@@ -1,9 +1,9 @@
 """Shows a run to users at a terminal, as a panel that stays in place. `make_display` chooses
 between the panel and plain lines.
 
-`sinks/console.py` calls the display. The library rich draws the panel from a snapshot a few times a
-second, on a separate thread. The driver's thread only stores values. Notes, warnings and alerts are
-also printed once above the panel, so that these lines remain when the panel is gone.
+`sinks/console.py` calls the display. On a separate thread, the library rich draws the panel a few
+times a second from a snapshot. The driver's thread only stores values. Notes, warnings and alerts
+are also printed once above the panel, so that these lines remain when the panel is gone.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class LiveDisplay(RunDisplay):
                 self._seconds[name] = self._now() - start
 
     def rollout_progress(self, done: int, total: int) -> None:
-        """Shows how many responses are finished, until the phase ends."""
+        """Shows the number of finished responses until the phase ends."""
         self._responses = (done, total)
 
     def evaluated(self, name: str, value: float, step: int) -> None:

@@ -68,7 +68,7 @@ def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
     left out. Returns the rows from top to bottom, each `width` characters wide.
 
     Values that are not finite leave a gap. Values beyond the axis are drawn at the axis's edge.
-    Unused characters are spaces.
+    Characters without a value are spaces.
     """
     columns = _columns(values, width)
     cells = [[0] * width for _ in range(scale.rows)]
@@ -94,7 +94,7 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 def strip(on: Sequence[float], width: int) -> str:
     """Draws a 0/1 series as a strip with the same columns as a chart of `line`. The strip is heavy
-    at values of 1, light at values of 0 and blank at unknown values."""
+    where the value is 1, light where the value is 0, and blank where the value is unknown."""
     columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
@@ -121,11 +121,13 @@ def progress_bar(share: float, width: int) -> tuple[str, str]:
 
 
 def trend(values: Sequence[float]) -> str:
-    """Returns an arrow that compares the last TREND_STEPS values with the TREND_STEPS values before
-    them. Returns a space while too few values are known.
+    """Returns an arrow for the change of the mean, from the TREND_STEPS values before the last
+    TREND_STEPS values to the last TREND_STEPS values. Returns a space while too few values are
+    known.
 
-    A change is a trend only if the change exceeds two bounds: twice the standard error of the
-    change, and the share TREND_SHARE of the earlier value. Smaller changes may be noise.
+    The arrow points up or down only if the change exceeds two bounds: twice the standard error of
+    the change, and TREND_SHARE times the earlier mean. Smaller changes may be noise, and the arrow
+    is then horizontal.
     """
     known = [v for v in values[-2 * TREND_STEPS :] if math.isfinite(v)]
     half = len(known) // 2

@@ -104,8 +104,8 @@ class View:
 
 
 def build(view: View, width: int, height: int) -> RenderableType:
-    """Builds the panel, at most `width` wide and `height` high. If space is short, less important
-    parts are dropped first."""
+    """Builds the panel, at most `width` wide and `height` high. If space is short, the least
+    important parts are left out."""
     width = min(width, MAX_WIDTH)
     inner = width - 4
     if height < 4 or inner < 36:  # no room for a frame: only the progress line

@@ -30,8 +30,8 @@ class RemainingTime:
     """Estimates the remaining time from a moving average of recent step times.
 
     The first step of a process warms up caches and compilers, so its time is dropped once another
-    step is done. The time of one unusually long step is capped, so that a stalled disk changes the
-    estimate little.
+    step is done. The time of an unusually long step is capped, so that a single delay, such as a
+    stalled disk, changes the estimate only a little.
 
     Args:
         window: number of steps in the average.
