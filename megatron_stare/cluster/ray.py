@@ -623,6 +623,8 @@ def start_actors(
     common = {
         "OMP_NUM_THREADS": str(threads),
         "TORCHDYNAMO_DISABLE": "0" if gpus else "1",
+        # else up to 32 processes an actor compile at once
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
         **settings,
     }
     common |= carried(ray.util.get_node_ip_address()) | carried_output()

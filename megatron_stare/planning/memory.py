@@ -363,7 +363,12 @@ class Fit:
                     else 0
                 ),
                 logits=logits_bytes(config, shape) if stage == stages - 1 else 0,
-                buckets=BUCKETS * config.rollout.sync_bucket_mb * 2**20,
+                # a bucket holds at least one whole tensor, of which the embedding is the largest
+                buckets=BUCKETS
+                * max(
+                    config.rollout.sync_bucket_mb * 2**20,
+                    shape.vocab_size * shape.hidden * _BYTES[config.model.dtype],
+                ),
                 served=served.weights if served else 0,
                 cache=served.cache if served else 0,
             )

@@ -14,15 +14,17 @@ import torch
 from support.models import save_model
 from support.ranks import RankPool
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.megatron.export import device_send
 from megatron_stare.megatron.export.device_send import DeviceSend
 from megatron_stare.megatron.model.model import named_parameters
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.rollout.engines.sglang.tensor_sync import packed
-from megatron_stare.weights.sync.device_rooms import FOLDER, PREFIX, shared_name
+from megatron_stare.weights.sync.device_rooms import FOLDER, PREFIX, DeviceRooms, shared_name
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.target import Sender
 
@@ -139,7 +141,51 @@ def sent_twice(rank: int, init: str, config: Config, target: OnDevices) -> tuple
     return found
 
 
+def alive_when_handed_back(rank: int, init: str, config: Config, target: OnDevices) -> list[int]:
+    """Returns how many of the buckets' buffers were alive each time that the rank gave its cached
+    memory back. Stands in for the calls of a GPU."""
+    rooms: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    class Seen(DeviceRooms):
+        def __call__(self, *args: Any) -> Tensor:
+            room = super().__call__(*args)
+            rooms.append(StorageWeakRef(room.untyped_storage()))
+            return room
+
+    trainer = Trainer(resolve_run(config), rank, init)
+    policy = trainer.policy
+    sending = DeviceSend(policy.model, policy.layout, policy.shape, BOUND)
+    sending._rooms = Seen()
+    sending.prepare(target, False)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_send, "uses_cuda", lambda: True)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.cuda, "ipc_collect", lambda: None)
+        patch.setattr(
+            torch.cuda,
+            "empty_cache",
+            lambda: alive.append(sum(not room.expired() for room in rooms)),
+        )
+        sending.send()
+    sending.close()
+    assert len(rooms) > 3
+    trainer.close()
+    return alive
+
+
 PAIRS, CROSSED = ((0, 1), (2, 3)), ((1, 0), (3, 2))
+
+
+@pytest.mark.distributed
+def test_no_bucket_is_left_when_a_rank_gives_its_memory_back(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Servers on the same GPU take their cache back next. What torch caches is lost to them."""
+    save_model(tmp_path, "qwen3")
+    config = config_of(tmp_path, {"data": 4})
+    found = ranks.run(alive_when_handed_back, 4, config, OnDevices(((0,), (1,), (2,), (3,))))
+    assert found == [[0]] * 4
 
 
 @pytest.mark.distributed

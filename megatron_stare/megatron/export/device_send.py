@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from megatron_stare.megatron.backend.cpu_backend import uses_cuda
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.export.export import shards
 from megatron_stare.models.shape import ModelShape
@@ -90,21 +91,30 @@ class DeviceSend:
             UserError: sending failed. The other ranks are not left waiting.
         """
         try:
-            for each in self._carried:
-                each.begin()
-            held, group = shards(self._model, self._layout), self._layout.model_group
-            for bucket in everywhere(self._plan, held, group, self._rooms):
-                for each in self._carried:
-                    each.hand(bucket)
-                for each in self._carried:
-                    each.meet()
-            for each in self._carried:
-                each.end()
-            for each in self._carried:
-                each.meet()
+            self._send_all()
         finally:
             self._rooms.close()
+            # the engines on the device take memory next, and cannot see what torch only caches
+            if uses_cuda():
+                torch.cuda.synchronize()
+                torch.cuda.ipc_collect()
+                torch.cuda.empty_cache()
         return [each.result() for each in self._carried if each.leads]
+
+    def _send_all(self) -> None:
+        """Sends all buckets. The last bucket is in no variable once this method has returned."""
+        for each in self._carried:
+            each.begin()
+        held, group = shards(self._model, self._layout), self._layout.model_group
+        for bucket in everywhere(self._plan, held, group, self._rooms):
+            for each in self._carried:
+                each.hand(bucket)
+            for each in self._carried:
+                each.meet()
+        for each in self._carried:
+            each.end()
+        for each in self._carried:
+            each.meet()
 
     def close(self) -> None:
         """Closes the connections to the engines. The process groups end together with the process's
