@@ -22,7 +22,7 @@ from megatron_stare.config.performance import check_device_performance, chosen
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.rules import check_device
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.backend.cpu_backend import device
+from megatron_stare.megatron.backend.cpu_backend import device, uses_cuda
 from megatron_stare.megatron.backend.layout import join, leave
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
@@ -121,7 +121,9 @@ class Trainer:
         check_device_performance(config.performance)
         config = config.model_copy(update={"performance": chosen(config, shape)})
         self.config, self.method = config, run.method
-        self._computes_on = computes_on()  # now, because files may change during the run
+        fused = config.performance.swiglu_fusion or config.performance.bias_fusion
+        # now, because files may change during the run
+        self._computes_on = computes_on(compiled=bool(fused) and uses_cuda())
         timeout_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
         layout = join(config.parallel, rank, init_method, config.run.seed, timeout_s)
         model = build_policy(

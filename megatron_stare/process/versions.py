@@ -50,14 +50,28 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def computes_on() -> str:
+COMPILED = "compiled functions"  # in the description of a device; see `computes_on`
+
+
+def computes_on(compiled: bool = False) -> str:
     """Returns the device, library releases, and a digest of this package's code. An upgrade of a
-    library or of the code may change the order of sums."""
+    library or of the code may change the order of sums.
+
+    Args:
+        compiled: torch.compile makes functions of the model. Which kernels it makes depends on the
+            lengths that a process computed before, so two processes may round differently.
+    """
     import torch
 
     libraries = (f"{name} {release}" for name, release in versions(LIBRARIES).items())
     return ", ".join(
-        [_device(), f"torch {torch.__version__}", *libraries, f"code {code_digest()[:12]}"]
+        [
+            _device(),
+            *([COMPILED] if compiled else []),
+            f"torch {torch.__version__}",
+            *libraries,
+            f"code {code_digest()[:12]}",
+        ]
     )
 
 

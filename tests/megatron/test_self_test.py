@@ -21,6 +21,7 @@ from megatron_stare.errors import DataError
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.step.state_sums import RankProof
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.process.versions import COMPILED, computes_on
 from megatron_stare.process.workers import Workers
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.rollout.agreement.agreement import canary_batch
@@ -279,3 +280,12 @@ def test_other_code_is_held_to_rounding_and_the_same_to_the_bit(tmp_path: Path) 
         before.check(told("a CPU, code 1", [-1.0 + 5e-6, -2.0]), config, "step 2")
     with pytest.raises(DataError, match="log-probs of the policy differ"):
         before.check(told("a CPU, code 2", [-1.0 + 5e-5, -2.0]), config, "step 2")
+    place = f"a GPU, {COMPILED}, code 1"
+    compiled = SelfTest(layout_of(told(place, [0, 0]), config), [[1, 2, 3]], moved)
+    compiled.check(told(place, [-1.0 + 5e-6, -2.0]), config, "step 2")
+    with pytest.raises(DataError, match="log-probs of the policy differ"):
+        compiled.check(told(place, [-1.0 + 5e-5, -2.0]), config, "step 2")
+
+
+def test_a_device_with_compiled_functions_is_described_as_such() -> None:
+    assert COMPILED in computes_on(compiled=True) and COMPILED not in computes_on()
