@@ -116,8 +116,8 @@ class Selection:
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
         """Returns the surprisal, in nats, that separates the set from all other tokens whose
         advantages have the set's sign. If `share` selects the rare tokens, the bound is the
-        surprisal of the least surprising rare token. If 'bottom' selects the common tokens of the
-        set, the bound is the surprisal of the most surprising common token."""
+        surprisal of the least surprising rare token. If `common` is 'bottom', the common tokens
+        of the set have the lowest surprisals, and the bound is the highest of these."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

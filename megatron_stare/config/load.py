@@ -247,9 +247,9 @@ def _dotted(name: str, value: Any) -> list[str]:
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """Returns the source of the last layer that sets the faulty setting.
 
-    Several layers may set a whole section. If the fault is in a whole section, returns the source
-    of the last layer that causes the error. A layer causes the error if the layers below this
-    layer, when merged, do not have the error. Returns the top file if no layer sets the faulty
+    Each of several layers may set the same section. If the fault is in a whole section, returns the
+    source of the last layer that causes the error. A layer causes the error if the layers below
+    this layer, when merged, do not have the error. Returns the top file if no layer sets the faulty
     setting.
     """
     loc = [str(part) for part in wrong["loc"]]

@@ -291,8 +291,8 @@ def _apart(text: str) -> bool:
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space separates digits, as in 3 4. A space between thousands or before a
-    fraction does not count."""
+    """Returns True if a space separates digits, as in 3 4. Returns False if all
+    spaces separate groups of three digits, as in 12 000, or stand before a fraction."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 

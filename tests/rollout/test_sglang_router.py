@@ -19,7 +19,7 @@ from support.replicas import TOKENIZER, Replicas, judged
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import WeightVersionError
-from megatron_stare.process.network import free_port
+from megatron_stare.process.network import LOOPBACK, free_port
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.rollout.engines.sglang import server
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, UnansweredError
@@ -70,12 +70,12 @@ def started() -> Iterator[list[SGLangEngine]]:
 def routed(urls: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
     """The URL of a router in front of them, that answers once it has found all of them."""
     port, metrics = (
-        free_port(server.LOOPBACK, PORTS),
-        free_port(server.LOOPBACK, PORTS),
+        free_port(LOOPBACK, PORTS),
+        free_port(LOOPBACK, PORTS),
     )
     asked = [
         "--host",
-        server.LOOPBACK,
+        LOOPBACK,
         "--port",
         str(port),
         "--prometheus-port",
@@ -91,7 +91,7 @@ def routed(urls: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
             stderr=output,
             cwd=log.parent,
         )
-    url = f"http://{server.LOOPBACK}:{port}"
+    url = f"http://{LOOPBACK}:{port}"
     try:
         asyncio.run(asyncio.wait_for(healthy(url, len(urls), process, log), UP_S))
         yield url

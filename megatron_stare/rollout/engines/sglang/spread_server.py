@@ -56,8 +56,9 @@ class SpreadServer(ServerProcess):
         return self._fallen or None
 
     def _watch(self) -> None:
-        """Kills the first node's process if the server's process on another node ends, or if the
-        worker there no longer answers. Callers therefore do not wait forever for an answer."""
+        """Kills the process on the server's first node if the process on another node of the server
+        ends, or if the Ray worker on that other node no longer answers. Callers therefore do not
+        wait forever for an answer."""
         silent = 0
         while not (self._closing.wait(WATCH_EVERY_S) or self._fallen):
             try:
