@@ -34,6 +34,7 @@ PROMPT = Prompt(0, "p", "", "", (1, 2, 3))
 ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
 
 
+@pytest.mark.wide
 def test_an_environment_gives_the_rewards(tmp_path: Path) -> None:
     settings = {
         **ALONE,
@@ -55,6 +56,7 @@ def test_an_environment_gives_the_rewards(tmp_path: Path) -> None:
     assert all(0 < row["reward/mean"] < 1 for row in metrics(tmp_path / "run"))
 
 
+@pytest.mark.wide
 def test_too_many_responses_without_a_reward_end_the_run(tmp_path: Path) -> None:
     settings = {
         **ALONE,
