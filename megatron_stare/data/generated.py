@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_stare.data.streams import Split, stream_seed
@@ -35,6 +36,16 @@ class Problem(Protocol):
     def name(self) -> str:
         """Name shared by all wordings of the same problem."""
         ...
+
+
+@dataclass(frozen=True)
+class TaskProblem:
+    """A Problem of a library's task. `columns` identifies the task and the problem."""
+
+    text: str
+    answer: str
+    name: str
+    columns: Mapping[str, Any]
 
 
 class GeneratedPrompts(ABC):

@@ -12,26 +12,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_stare.data.generated import GeneratedPrompts
+from megatron_stare.data.generated import GeneratedPrompts, TaskProblem
 from megatron_stare.data.streams import Split, counter_hash
 from megatron_stare.errors import ConfigError, DataError
 
 COLUMN = "reasoning_gym"  # of a prompt: what its question is made again from
 CHUNK = 500  # questions of one seed; some tasks cannot make many more
 WHERE = "data.source"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A question of a task."""
-
-    text: str
-    answer: str
-    name: str
-    columns: Mapping[str, Any]
 
 
 class ReasoningGym(GeneratedPrompts):
@@ -60,14 +49,14 @@ class ReasoningGym(GeneratedPrompts):
         self._dataset, self._settings = dataset, json.dumps(settings or {}, sort_keys=True)
         super().__init__(config, tokenizer, split)
 
-    def problem(self, index: int) -> Problem:
+    def problem(self, index: int) -> TaskProblem:
         chunk, at = divmod(index, CHUNK)
         seed = counter_hash(self._seed, chunk) % 2**31
         entry = make_entry(self._dataset, self._settings, seed, at)[1]
         made_from = {"dataset": self._dataset, "settings": self._settings, "seed": seed, "at": at}
         made_from["question"] = _digest(entry["question"])
         answer = "" if entry["answer"] is None else str(entry["answer"])
-        return Problem(entry["question"], answer, entry["question"], {COLUMN: made_from})
+        return TaskProblem(entry["question"], answer, entry["question"], {COLUMN: made_from})
 
 
 def verify(

@@ -5,25 +5,14 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_stare.config.schema import Config
-from megatron_stare.data.generated import GeneratedPrompts
+from megatron_stare.data.generated import GeneratedPrompts, TaskProblem
 from megatron_stare.data.streams import Split, counter_hash
 from megatron_stare.environments.verifiers_library import COLUMN, opened_by
 
 EVALUATED = 1000  # tasks of an endless taskset that only evaluations use
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A task of the taskset in the form of a generated problem."""
-
-    text: str
-    answer: str
-    name: str
-    columns: Mapping[str, Any]
 
 
 class VerifiersTasks(GeneratedPrompts):
@@ -49,11 +38,11 @@ class VerifiersTasks(GeneratedPrompts):
         }
         super().__init__(config, tokenizer, split)
 
-    def problem(self, index: int) -> Problem:
+    def problem(self, index: int) -> TaskProblem:
         at = self._at(index)
         task = self._library.task(at)
         text = task.data.prompt_text or task.data.description or task.data.name or f"task {at}"
-        return Problem(text, "", task.key, {COLUMN: {"at": at, "key": task.key}})
+        return TaskProblem(text, "", task.key, {COLUMN: {"at": at, "key": task.key}})
 
     def _at(self, index: int) -> int:
         """Returns the taskset's index of the task at position `index` of the stream."""
