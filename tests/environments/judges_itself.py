@@ -1,6 +1,8 @@
 """An environment that gives the rewards itself: 1 for a response whose number of
 tokens is a multiple of 3."""
 
+from pathlib import Path
+
 from megatron_stare.environments.environment import Environment, Response
 
 
@@ -26,3 +28,6 @@ class JudgesItself(Environment):
         else:
             made.reward, made.reward_status = float(len(made) % 3 == 0), "ok"
         return made
+
+    def close(self) -> None:
+        Path("closed").touch()

@@ -18,6 +18,7 @@ from support.runs import metrics, model, train
 from transformers import AutoTokenizer
 
 from megatron_stare.config.schema import Config
+from megatron_stare.data.prompt_source import make_source
 from megatron_stare.environments.chat import ChatFormat
 from megatron_stare.environments.environment import Turn, make_environment
 from megatron_stare.environments.verifiers_library import Episode
@@ -53,6 +54,7 @@ def test_an_environment_gives_the_rewards(tmp_path: Path) -> None:
             assert row["reward"] == float(row["tokens"] % 3 == 0), row
             seen.append(row["reward"])
     assert set(seen) == {0.0, 1.0}
+    assert (tmp_path / "closed").exists()  # the run's end closes its environment
     assert all(0 < row["reward/mean"] < 1 for row in metrics(tmp_path / "run"))
 
 
@@ -107,6 +109,13 @@ def test_without_the_library_the_run_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="is not installed") as refused:
         make_environment(config.rollout.environment, config, TOKENIZER)
     assert refused.value.fix == 'pip install "megatron-stare[verifiers]"'
+
+
+def test_the_library_s_tasks_need_an_environment_of_the_library() -> None:
+    config = Config.model_validate({"model": {"path": str(CHAT)}, "data": {"source": "verifiers"}})
+    with pytest.raises(ConfigError, match="the run's environment is 'single_turn'") as refused:
+        make_source(config, TOKENIZER, "train")
+    assert refused.value.where == "data.source"
 
 
 @pytest.mark.parametrize(
