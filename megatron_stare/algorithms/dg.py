@@ -17,32 +17,27 @@ instead of 1, so that closing the gate hardly changes the size of a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
-from megatron_stare.algorithms.grpo import Grpo
-from megatron_stare.algorithms.method import State, TokenTerms
+from megatron_stare.algorithms.method import State
+from megatron_stare.algorithms.reweighted import Reweighted, weight_metric
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
 from megatron_stare.records.metric import Metric
 
 METRICS = (
-    Metric(
-        "dg/weight",
-        "factor",
-        "mean of the weights",
-        "near 1/2: right and wrong answers' rare tokens balance",
-    ),
+    weight_metric("dg", "near 1/2: right and wrong answers' rare tokens balance"),
     Metric("dg/gate", "0 or 1", "1: the weights act; with entropy_target only", "switches"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dg(Grpo):
+class Dg(Reweighted):
     """Settings of DG, with the paper's temperature.
 
     eta: the temperature of the weights; small values make the weights 0 or 1.
@@ -50,8 +45,8 @@ class Dg(Grpo):
         below `entropy_target`. If `entropy_target` is null, the weights always act.
     """
 
-    clip_high: float = 0.28
-    aggregation: Aggregation = "token_mean"
+    weight_metric: ClassVar[str] = "dg/weight"
+
     eta: float = 1.0
     entropy_target: float | None = None
 
@@ -81,16 +76,10 @@ class Dg(Grpo):
         gate = (entropy < self.entropy_target).to(torch.float64)
         return state | {"gate": torch.where(entropy.isfinite(), gate, state["gate"])}
 
-    def weights(self, batch: TokenBatch, state: State) -> Tensor:
-        """Returns the detached factor on the advantage of every token, [N]."""
+    def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         advantage = batch.advantage.detach()
         delight = torch.sigmoid(advantage * batch.surprisal.to(advantage.dtype) / self.eta)
         return 0.5 + state["gate"].to(advantage.dtype) * (delight - 0.5)
-
-    def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        base = super().policy_loss(batch, statistics, state)
-        weights = self.weights(batch, state)
-        return replace(base, loss=weights * base.loss, shares={**base.shares, "dg/weight": weights})
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
         logged = super().metrics(statistics, state)

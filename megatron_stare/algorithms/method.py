@@ -65,6 +65,12 @@ class Method(ABC):
         return False
 
     @property
+    def needs_second_moment(self) -> bool:
+        """Tells whether the log-prob pass must compute `TokenBatch.sum_p2` and
+        `TokenBatch.sum_p2_log_p`, which the entropy sensitivity reads (sensitivity.py)."""
+        return False
+
+    @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that says why the method needs the old log-probs or entropies of the
         log-prob pass. Returns None if nothing in the method reads the log-prob pass, or if only the

@@ -45,7 +45,7 @@ def test_worked_numbers() -> None:
     batch = token_batch([1.0, 0.0], method=method, group_size=2, lengths=[2, 2], off_policy=0.0)
     batch.old_log_prob = torch.tensor([-2.0, 0.0, -2.0, 0.0], dtype=torch.float64)
     batch.advantage = torch.tensor([1.5, 1.5, -1.5, -1.5], dtype=torch.float64)
-    found = method.weights(batch, state_of(method))
+    found = method.weights(batch, {}, state_of(method))
     assert found.tolist() == pytest.approx([0.9525741268, 0.5, 0.0474258732, 0.5], abs=1e-9)
 
 

@@ -21,7 +21,10 @@ from megatron_stare.config.load import build_method
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 # settings that make a rare selection happen in a batch of a few dozen tokens
 EAGER: dict[str, dict[str, Any]] = {
+    "clip_b": {"mu": 0.5},
     "clip_cov": {"share": 0.1, "cov_low": 0.0},
+    "clip_v": {"mu": 0.3, "max_share": 0.1},
+    "entropic": {"probable_above": 0.5},
     "kl_cov": {"share": 0.1},
     "stapo": {"tau_p": 0.1},
     "stapo_stare": {"variant": "C2", "spurious": {"tau_p": 0.1}, "entropy_target": None},
@@ -185,6 +188,23 @@ def test_equal_surprisals_and_minus_zero(name: str) -> None:
         ),
         ({"name": "twenty_entropy", "share": 0}, "share"),
         ({"name": "clip_cov", "cov_low": 5}, "cov_low"),
+        ({"name": "clip_b", "mu": 0}, "mu must be above 0"),
+        ({"name": "clip_b", "aggregation": "dr_grpo", "length_norm": 9}, "denominator"),
+        ({"name": "clip_v", "max_share": 0}, "max_share in"),
+        ({"name": "entropic", "entropy_target": 0}, "entropy_target must be above 0 nats"),
+        ({"name": "entropic", "probable_above": 1}, "probable_above"),
+        ({"name": "entropic", "integral": -1}, "proportional and integral"),
+        ({"name": "entropic", "entropy_bonus": {"target": 0.2}}, "steer the same entropy"),
+        ({"name": "gepo", "weight_high": 0.5}, "below weight_low"),
+        ({"name": "gepo", "rate": 0}, "rate must lie in"),
+        ({"name": "repo_r", "zeta_min": 0.1}, "at most zeta_max"),
+        ({"name": "repo_r", "entropy_target": -1}, "entropy_target must be above 0 nats"),
+        (
+            {"name": "repo_r", "entropy_target": 0.2, "entropy_bonus": {"target": 0.2}},
+            "steer the same entropy",
+        ),
+        ({"name": "steer", "weight_min": 0}, "weight_min must lie in"),
+        ({"name": "steer", "floor": 0}, "floor must be above 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict, message: str) -> None:

@@ -256,6 +256,33 @@ CASES: dict[str, dict[str, Any]] = {
     "dg after a mask": {"name": "dg", "correction": MASKED},
     "dg behind stare's gate": {"name": "dg", "entropy_target": 1.0},
     "kl_cov after a mask": {"name": "kl_cov", "share": 0.2, "correction": MASKED},
+    "clip_b": {"name": "clip_b", "mu": 0.6},
+    "clip_b after a mask": {"name": "clip_b", "mu": 0.4, "correction": MASKED},
+    "clip_v": {"name": "clip_v", "mu": 0.2, "max_share": 0.05},
+    "clip_v at most one": {"name": "clip_v", "mu": 0.2, "max_share": 1e-4},
+    "clip_v all after a mask": {
+        "name": "clip_v",
+        "mu": 0.5,
+        "max_share": 1.0,
+        "correction": {**MASKED, "normalise": True},
+        "aggregation": "sequence_mean",
+    },
+    "entropic": {"name": "entropic", "probable_above": 0.5},
+    "gepo": {"name": "gepo"},
+    "gepo after a mask": {"name": "gepo", "correction": MASKED},
+    "opefo": {"name": "opefo"},
+    "opefo after a mask": {"name": "opefo", "correction": MASKED},
+    "repo_r": {"name": "repo_r", "zeta": 0.3},
+    "repo_r not centred": {"name": "repo_r", "zeta": -0.4, "centred": False},
+    "steer": {"name": "steer"},
+    "steer exponential": {"name": "steer", "map": "exponential", "weight_min": 0.4},
+    "steer after a mask": {"name": "steer", "weight_min": 0.3, "correction": MASKED},
+}
+# values that a controller holds at the step
+STATES = {
+    "entropic": {"alpha": -0.6},
+    "gepo": {"batches": 1.0, "low": 1.9, "high": 1.6},
+    "gepo after a mask": {"batches": 1.0, "low": 1.9, "high": 1.6},
 }
 
 
@@ -301,6 +328,8 @@ def scores_of(number: int, read: str) -> Scores:
         "entropy": 1 + noise(2.0),
         "now_entropy": 1 + noise(2.0),
         "read": old if read == "old" else old + noise(1.5) + far(1.5),
+        "sum_p2": (sum_p2 := 0.5 + noise(0.8)),
+        "sum_p2_log_p": -sum_p2 * (0.5 + noise(1.0)),
     }
     return Scores(**{name: x.float().double() for name, x in found.items()})
 
@@ -339,6 +368,8 @@ def tokens_of(
         sequence_lengths=lengths,
         selection_log_prob=None if read == "old" else rows(scores.read),
         reference_log_prob=rows(scores.reference),
+        sum_p2=rows(scores.sum_p2),
+        sum_p2_log_p=rows(scores.sum_p2_log_p),
         groups=batch.groups,
         rewards=batch.rewards,
         penalties=method.shaped_rewards(batch) - batch.rewards,
@@ -392,12 +423,20 @@ def test_equal_to_the_papers_formulas(case: str, read: str) -> None:
         cut = [samples[-1:], samples[3:-1], samples[:3]]
         tokens = tokens_of(method, batch, scores, samples, read)
         for gate in (True, False) if "stare" in case else (True,):
-            state = method.initial_state() | {"gate": float(gate), USED: bonus}
+            held = STATES.get(case, {})
+            state = method.initial_state() | {"gate": float(gate), USED: bonus} | held
             loss, *slopes = trained(method, tokens, scores, cut, state)
             leaves = [x.clone().requires_grad_() for x in (scores.now, scores.now_entropy)]
             by_hand = replace(scores, now=leaves[0], now_entropy=leaves[1])
             want = training_loss(
-                settings, batch, by_hand, samples, gate=gate, bonus=bonus, micro_batches=cut
+                settings,
+                batch,
+                by_hand,
+                samples,
+                gate=gate,
+                bonus=bonus,
+                micro_batches=cut,
+                state=held,
             )
             wanted = torch.autograd.grad(want, leaves, allow_unused=True, materialize_grads=True)
             largest = float(wanted[0].abs().max())

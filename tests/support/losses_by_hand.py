@@ -39,6 +39,13 @@ PUBLISHED: dict[str, tuple[float, float, float | None, str]] = {
     "kl_cov": (0.0, 0.0, None, "token_mean"),
     "cispo": (1.0, 4.0, None, "token_mean"),
     "dg": (0.2, 0.28, None, "token_mean"),
+    "clip_b": (0.2, 0.2, None, "token_mean"),
+    "clip_v": (0.2, 0.2, None, "token_mean"),
+    "entropic": (0.2, 0.28, None, "token_mean"),
+    "gepo": (0.2, 0.28, None, "token_mean"),
+    "opefo": (0.2, 0.28, None, "token_mean"),
+    "repo_r": (0.2, 0.28, None, "token_mean"),
+    "steer": (0.2, 0.28, 10.0, "token_mean"),
 }
 
 
@@ -53,6 +60,14 @@ class Scores:
     entropy: Tensor  # of the log-prob pass
     now_entropy: Tensor  # with gradient
     read: Tensor  # the log-prob that selections read
+    sum_p2: Tensor  # of p^2 over the vocabulary, of the log-prob pass
+    sum_p2_log_p: Tensor  # of p^2 ln p
+
+    @property
+    def phi(self) -> Tensor:
+        """p (ln p + H) less its mean over the vocabulary."""
+        mean = (self.sum_p2_log_p + self.entropy * self.sum_p2).clamp(min=0)
+        return self.old.exp() * (self.old + self.entropy) - mean
 
 
 def training_loss(
@@ -64,6 +79,7 @@ def training_loss(
     gate: bool = True,
     bonus: float = 0.0,
     micro_batches: Sequence[Sequence[int]] = (),
+    state: Mapping[str, float] | None = None,
 ) -> Tensor:
     """The loss of an optimizer step, 0-dim.
 
@@ -73,6 +89,7 @@ def training_loss(
         gate: whether STARE's is open, where it is one for the batch.
         bonus: what the entropy bonus multiplies by.
         micro_batches: samples of each, for aggregation 'micro_batch_mean'.
+        state: values that a controller holds.
     """
     name, truncated = settings["name"], settings.get("truncated", "keep")
     sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)
@@ -97,13 +114,18 @@ def training_loss(
         )
         kept = kept & chosen
         counted = counted & chosen if rule.get("denominator", "kept") == "kept" else counted
+    if name in ("clip_b", "clip_v"):
+        kept = kept & ~outliers(settings, scores, kept, advantage)
+        counted = kept
     if (correction or {}).get("normalise"):
         weight = weight / weight[kept].mean()
 
     opened = gates(
         settings, scores, kept if settings.get("gate_entropy") == "kept" else mask, sequence, gate
     )
-    policy = policy_loss(settings, batch, scores, advantage, kept, sequence, opened)
+    policy = policy_loss(
+        {**settings, **(state or {})}, batch, scores, advantage, kept, sequence, opened
+    )
     loss = torch.where(kept, policy * weight, 0.0)
     if (kl := settings.get("reference_kl")) is not None:
         d = scores.reference - scores.now
@@ -194,6 +216,9 @@ def policy_loss(
             surprisal = (-scores.read).clamp(min=0)
             delight = 1 / (1 + (-advantage * surprisal / settings.get("eta", 1.0)).exp())
             return torch.where(opened, delight, 0.5) * clipped(ratio, advantage)
+        case "entropic" | "gepo" | "opefo" | "repo_r" | "steer":
+            factor = factors(settings, batch, scores, advantage, kept, sequence)
+            return factor * clipped(ratio, advantage)
         case "stare" | "stapo_stare":
             factor = torch.ones_like(advantage)
             for operator in OPERATORS[settings.get("variant", "O1")]:
@@ -202,6 +227,62 @@ def policy_loss(
                 factor[chosen & opened] = settings.get(weight, published)
             return factor * clipped(ratio, advantage)
     return clipped(ratio, advantage)
+
+
+def factors(
+    settings: Mapping[str, Any],
+    batch: RolloutBatch,
+    scores: Scores,
+    advantage: Tensor,
+    kept: Tensor,
+    sequence: Tensor,
+) -> Tensor:
+    """[M] the weights of the methods that have one for every token."""
+    surprisal, sign = (-scores.read).clamp(min=0), advantage.sign()
+    p = (-surprisal).exp()
+    match settings["name"]:
+        case "repo_r":
+            likely = -surprisal + (scores.entropy if settings.get("centred", True) else 0.0)
+            return (1 - settings.get("zeta", 0.01) * sign * likely).clamp(min=0)
+        case "entropic":
+            steered = 1 + settings["alpha"] * sign
+            return torch.where(p > settings.get("probable_above", 0.95), steered, 1.0)
+        case "steer":
+            change = (
+                p / scores.old.exp() * advantage * (1 - p) * (scores.entropy - surprisal)
+            ).abs()
+            least = settings.get("weight_min", 0.8)
+            if settings.get("map") == "exponential":
+                rate = -math.log(least) / max(float(change[kept].max()), 0.02)
+                return (-rate * change).exp().clamp(least, 1.0)
+            low, high = float(change[kept].min()), float(change[kept].max())
+            return 1.2 - (1.2 - least) * ((change - low) / (high - low)).clamp(0, 1)
+        case "opefo":
+            change = -advantage * scores.phi
+            up, down = change[kept & (change > 0)].sum(), -change[kept & (change < 0)].sum()
+            return 1 + (down - up) / (down + up) * change.sign()
+    weights = torch.ones_like(advantage)  # gepo
+    group = batch.groups[sequence]
+    for each in group.unique():
+        here = kept & (group == each)
+        mean = surprisal[here].mean()
+        weights[here & (advantage > 0) & bool(mean < settings["low"])] = 0.5
+        weights[here & (advantage < 0) & bool(mean > settings["high"])] = 0.2
+    return weights
+
+
+def outliers(
+    settings: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Tensor
+) -> Tensor:
+    """[M] bool: the tokens that Clip_B or Clip_V removes."""
+    wrong, mu = kept & (advantage < 0), settings["mu"]
+    if settings["name"] == "clip_b":
+        log_p = scores.read.clamp(max=0)
+        signal = log_p.exp() * (log_p + scores.entropy)
+        return wrong & (signal - signal[kept].mean() < -mu * signal[kept].std(correction=0))
+    candidates = wrong & (-scores.phi > mu * scores.phi[kept].std(correction=0))
+    most = max(1, int(settings["max_share"] * int(kept.sum())))
+    return largest(-scores.phi, candidates, most)
 
 
 OPERATORS = {

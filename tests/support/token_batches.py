@@ -62,6 +62,8 @@ def token_batch(
         current_entropy=2 * noise(),
         sequence_lengths=counts,
         reference_log_prob=old + noise() - 0.5,
+        sum_p2=(sum_p2 := noise()),
+        sum_p2_log_p=-sum_p2 * noise(),
         groups=groups,
         rewards=scored,
         num_groups=int(groups.max()) + 1,

@@ -18,10 +18,14 @@ from megatron_stare.algorithms import METHODS
 # settings with which a method does something to a batch of two hundred tokens whose mean entropy is
 # near 2 nats
 SETTINGS: dict[str, dict[str, Any]] = {
+    "clip_b": {"mu": 0.5},
     "clip_cov": {"share": 0.05, "cov_low": 0.1, "cov_high": 2.0},
+    "clip_v": {"mu": 0.5, "max_share": 0.05},
     "dapo": {"overlong": {"max_length": 24, "cache": 12}},
     "dr_grpo": {"length_norm": 24},
+    "entropic": {"probable_above": 0.2},
     "kl_cov": {"share": 0.1},
+    "repo_r": {"zeta": 0.2, "entropy_target": 5.0},
     "stapo": {"tau_p": 0.05},
     "stapo_stare": {"variant": "C2", "entropy_target": 5.0, "spurious": {"tau_p": 0.05}},
     "stare": {"variant": "C2", "entropy_target": 5.0, "adaptive": True},
@@ -56,6 +60,7 @@ BESIDES = {
         "gate": "token",
         "entropy_target": 2.0,
     },
+    "steer, exponential": {"name": "steer", "map": "exponential"},
     "twenty_entropy by quantile": {"name": "twenty_entropy", "rule": "quantile"},
     "twenty_entropy of all tokens": {"name": "twenty_entropy", "candidates": "all"},
     "grpo with correction and entropy bonus": {

@@ -119,7 +119,7 @@ class Step:
         if config.skips_log_prob_pass:
             log_prob = entropy = torch.full(batch.index.shape, torch.nan, device=device())
         else:
-            with_moments = config.observability.entropy_forecast
+            with_moments = config.observability.entropy_forecast or self._method.needs_second_moment
             log_prob, entropy, *moments = compute_log_probs(
                 policy.model, batch, policy.head, second_moment=with_moments, keep=self._kept
             )
@@ -157,7 +157,8 @@ class Step:
         lagged, tokens = self._config.skips_log_prob_pass, self.measured.tokens
         self.measured = measure_batch(self._method, tokens, before, self.group, lagged=lagged)
         self._objective = self._make_objective(0)
-        if tokens.sum_p2 is not None and (first := self._objective) is not None:
+        watched = self._config.observability.entropy_forecast
+        if watched and tokens.sum_p2 is not None and (first := self._objective) is not None:
             # the first of several updates: only its policy is the one of the log-prob pass
             found = forecast(
                 first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group

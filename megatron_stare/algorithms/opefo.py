@@ -1,0 +1,81 @@
+"""OPEFO (arXiv 2605.11491) balances the tokens that raise the entropy against those that lower it.
+
+    c = -A Phi                          a token's first-order change of the entropy (sensitivity.py)
+    F+ = sum of the c of L+ and U-      F- = -sum of the c of U+ and L-
+    lambda = (F- - F+) / (F+ + F-)
+    w = 1 + lambda on L+ and U-         w = 1 - lambda on U+ and L-
+
+Under these weights both sums become 2 F+ F- / (F+ + F-), so to first order a step on the sampling
+policy leaves the entropy as it is. The weights hold the entropy where it stands; they aim at no
+target. The paper was read in summaries only: F from the exact Phi of the whole batch is inferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.method import State
+from megatron_stare.algorithms.reweighted import Reweighted, weight_metric
+from megatron_stare.algorithms.sensitivity import quadrants, sensitivity_of
+from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Request, Statistics, Sum, scalar
+from megatron_stare.records.metric import Metric
+
+METRICS = (
+    weight_metric("opefo", "near 1"),
+    Metric(
+        "opefo/lambda",
+        "share",
+        "imbalance of the tokens that lower and that raise the entropy",
+        "0 to 0.5: without the weights, the entropy would fall",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opefo(Reweighted):
+    """Settings of OPEFO, which has none of its own. lambda follows from the batch."""
+
+    weight_metric: ClassVar[str] = "opefo/weight"
+
+    @property
+    def needs_second_moment(self) -> bool:
+        return True
+
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "OPEFO's weights read the entropy sensitivity of the log-prob pass"
+
+    def sides(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns c, the tokens that raise the entropy, and those that lower it, [N] each."""
+        phi = sensitivity_of(batch)
+        part = quadrants(batch, phi)
+        raising = part["rare_plus"] | part["common_minus"]
+        lowering = part["common_plus"] | part["rare_minus"]
+        return -batch.advantage.detach() * phi, raising, lowering
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        change, raising, lowering = self.sides(kept)
+        return {"opefo/raised": Sum(change, raising), "opefo/lowered": Sum(-change, lowering)}
+
+    def imbalance(self, statistics: Statistics) -> Tensor:
+        """Returns lambda, 0-dim, or 0 if no token changes the entropy."""
+        raised = scalar(statistics, "opefo/raised").to(torch.float64)
+        lowered = scalar(statistics, "opefo/lowered").to(torch.float64)
+        whole = raised + lowered
+        return torch.where(whole > 0, (lowered - raised) / whole, 0.0)
+
+    def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
+        _, raising, lowering = self.sides(batch)
+        imbalance = self.imbalance(statistics)
+        return torch.where(
+            raising, 1 + imbalance, torch.where(lowering, 1 - imbalance, torch.ones_like(imbalance))
+        )
+
+    def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
+        return {**super().metrics(statistics, state), "opefo/lambda": self.imbalance(statistics)}

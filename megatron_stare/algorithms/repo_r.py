@@ -1,0 +1,102 @@
+"""REPO-R (arXiv 2603.11682, appendix D.2) rescales advantages by the log-prob of the token.
+
+    A > 0: A <- A max(1 - zeta L, 0)        A < 0: A <- A max(1 + zeta L, 0)
+    L = ln p, or ln p + H with `centred`
+
+With zeta above 0, rare tokens of right answers gain weight, and rare tokens of wrong answers lose
+it. The paper centres L; the public code (a pull request to SkyRL) does not. With `entropy_target`,
+every step moves zeta before its loss is computed. Below the target, a positive zeta doubles and a
+negative one halves; above the target, the reverse. A zeta that would fall below `zeta_min` in size
+changes its sign. The controller's rule was read in the public code's description, so the order
+of its cases is inferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
+from megatron_stare.algorithms.method import State
+from megatron_stare.algorithms.reweighted import Reweighted, by_sign, weight_metric
+from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
+from megatron_stare.records.metric import Metric
+
+METRICS = (
+    weight_metric("repo_r", "near 1"),
+    Metric(
+        "repo_r/zeta",
+        "1/nats",
+        "coefficient of the log-prob in the weights",
+        "within algorithm.zeta_max; long at the bound: the target is out of reach",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepoR(Reweighted):
+    """Settings of REPO-R.
+
+    zeta: the coefficient, or its first value if there is an entropy target.
+    zeta_min, zeta_max: bounds of the size of zeta, if there is an entropy target.
+    entropy_target: the mean entropy that zeta is moved for, nats, or null to keep zeta fixed.
+    centred: true for L = ln p + H, false for L = ln p.
+    """
+
+    weight_metric: ClassVar[str] = "repo_r/weight"
+
+    zeta: float = 0.01
+    zeta_min: float = 1e-4
+    zeta_max: float = 0.05
+    entropy_target: float | None = None
+    centred: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.zeta_min <= self.zeta_max:
+            raise ValueError("zeta_min must be above 0 and at most zeta_max")
+        if self.entropy_target is not None and not self.entropy_target > 0:
+            raise ValueError("entropy_target must be above 0 nats, or null")
+        refuse_two_targets(self.entropy_target, self.entropy_bonus)
+
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        if self.centred:
+            return "REPO-R's centred weights read the entropies of the log-prob pass"
+        return super().reads_log_prob_pass
+
+    def initial_state(self) -> dict[str, float]:
+        return {**super().initial_state(), "zeta": self.zeta}
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        if self.entropy_target is None:
+            return {}
+        return {"entropy": Mean(batch.entropy, batch.loss_mask)}
+
+    def control(self, state: State, statistics: Statistics) -> State:
+        state = super().control(state, statistics)
+        if self.entropy_target is None:
+            return state
+        gap = self.entropy_target - scalar(statistics, "entropy").to(torch.float64)
+        way, size = torch.sign(gap), state["zeta"].abs()
+        grown = (2 * size).clamp(self.zeta_min, self.zeta_max)
+        halved = size / 2
+        against = torch.where(halved < self.zeta_min, way * self.zeta_min, -way * halved)
+        moved = torch.where(state["zeta"] * way > 0, way * grown, against)
+        # at the target, or without a finite entropy, keep the old value
+        return state | {"zeta": torch.where(gap.isfinite() & (gap != 0), moved, state["zeta"])}
+
+    def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
+        likely = -batch.surprisal.to(torch.float64)
+        if self.centred:
+            likely = likely + batch.selecting_entropy.to(torch.float64)
+        lean = state["zeta"] * likely
+        return by_sign(batch.advantage, 1 - lean, 1 + lean).clamp_min(0)
+
+    def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
+        return {**super().metrics(statistics, state), "repo_r/zeta": state["zeta"]}

@@ -1,0 +1,202 @@
+"""Methods that came after STARE: worked numbers, controllers step by step, and what each claims."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.token_batches import ask, loss_and_gradient, state_of, token_batch
+from torch import Tensor
+
+from megatron_stare.algorithms import METHODS
+from megatron_stare.algorithms.entropic import Entropic
+from megatron_stare.algorithms.gepo import Gepo
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.method import Method, State
+from megatron_stare.algorithms.opefo import Opefo
+from megatron_stare.algorithms.repo_r import RepoR
+from megatron_stare.algorithms.steer import Steer
+from megatron_stare.config.load import build_method
+from megatron_stare.records.batch import TokenBatch
+
+MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+# settings with which each changes something in a batch of a few dozen tokens
+NEWER: dict[str, dict[str, Any]] = {
+    "clip_b": {"mu": 0.5},
+    "clip_v": {"mu": 0.3, "max_share": 0.1},
+    "entropic": {"probable_above": 0.5},
+    "gepo": {},
+    "opefo": {},
+    "repo_r": {"zeta": 0.05},
+    "steer": {},
+}
+
+
+def controlled(method: Method, entropies: list[float]) -> list[State]:
+    """The state after each of these mean entropies."""
+    states, state = [], state_of(method)
+    for entropy in entropies:
+        state = method.control(state, {"entropy": torch.tensor(entropy, dtype=torch.float64)})
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_no_other_method_pushes_the_same_way(name: str) -> None:
+    batch = token_batch(MIXED, method=Grpo())
+    own = loss_and_gradient(build_method({"name": name, **NEWER[name]}), batch)[1]
+    for other in METHODS.keys() - {name}:
+        settings = {"entropy_target": None} if other in ("stare", "stapo_stare") else {}
+        settings |= {"length_norm": 12} if other == "dr_grpo" else {}
+        settings |= NEWER.get(other, {})
+        gradient = loss_and_gradient(build_method({"name": other, **settings}), batch)[1]
+        cosine = torch.nn.functional.cosine_similarity(own, gradient, dim=0)
+        assert float(cosine) < 0.9999, other
+
+
+def softmax_batch(rewards: list[float]) -> tuple[Tensor, TokenBatch]:
+    """Logits [N, 5] of tokens that have a distribution each, and the batch sampled from them."""
+    generator = torch.Generator().manual_seed(3)
+    batch = token_batch(rewards, method=Grpo(), lengths=[8] * len(rewards))
+    logits = 1.5 * torch.randn(len(batch.index), 5, generator=generator, dtype=torch.float64)
+    log_p = logits.log_softmax(-1)
+    drawn = torch.multinomial(log_p.exp(), 1, generator=generator)
+    batch.old_log_prob = log_p.gather(-1, drawn)[:, 0]
+    batch.entropy = -(log_p.exp() * log_p).sum(-1)
+    batch.sum_p2 = (2 * log_p).exp().sum(-1)
+    batch.sum_p2_log_p = ((2 * log_p).exp() * log_p).sum(-1)
+    batch.advantage = batch.advantage.double()
+    leaf = logits.clone().requires_grad_()
+    batch.log_prob = leaf.log_softmax(-1).gather(-1, drawn)[:, 0]
+    return leaf, batch
+
+
+def entropy_after(method: Method, lr: float) -> float:
+    """Change of the mean entropy by one step of gradient descent on the logits."""
+    logits, batch = softmax_batch(MIXED)
+    statistics = ask(method, batch)
+    loss = method.token_loss(batch, statistics, state_of(method, statistics)).loss
+    (slope,) = torch.autograd.grad((method.coefficients(batch, statistics) * loss).sum(), logits)
+    log_p = (logits.detach() - lr * slope).log_softmax(-1)
+    return float(-(log_p.exp() * log_p).sum(-1).mean() - batch.entropy.mean())
+
+
+def test_opefo_leaves_the_entropy_as_it_is_to_first_order() -> None:
+    """A tenth of the step changes the entropy by a hundredth under OPEFO, and by a tenth under
+    GRPO, whose step is no larger."""
+    plain, own = Grpo(aggregation="token_mean"), Opefo()
+    assert entropy_after(plain, 1.0) / entropy_after(plain, 0.1) == pytest.approx(10, rel=0.1)
+    assert entropy_after(own, 1.0) / entropy_after(own, 0.1) == pytest.approx(100, rel=0.1)
+    assert abs(entropy_after(own, 0.1)) < abs(entropy_after(plain, 0.1)) / 30
+
+
+def test_opefo_where_no_token_changes_the_entropy() -> None:
+    method = Opefo()
+    batch = token_batch([1.0] * 8, method=method)
+    statistics = ask(method, batch)
+    assert float(method.imbalance(statistics)) == 0.0
+    assert method.weights(batch, statistics, {}).tolist() == [1.0] * len(batch.index)
+
+
+def test_repo_r_worked_numbers() -> None:
+    """ln p of -2 and -0.1 and an entropy of 0.5, right and wrong; zeta 0.4."""
+    batch = token_batch([1.0, 0.0], group_size=2, lengths=[2, 2])
+    batch.old_log_prob = torch.tensor([-2.0, -0.1, -2.0, -0.1])
+    batch.entropy = torch.full((4,), 0.5)
+    batch.advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    for centred, want in ((True, [1.6, 0.84, 0.4, 1.16]), (False, [1.8, 1.04, 0.2, 0.96])):
+        method = RepoR(zeta=0.4, centred=centred)
+        assert method.weights(batch, {}, state_of(method)).tolist() == pytest.approx(want)
+    # never below 0: the advantage keeps its sign
+    method = RepoR(zeta=1.0, zeta_max=1.0, centred=False)
+    assert method.weights(batch, {}, state_of(method)).tolist() == pytest.approx([3, 1.1, 0, 0.9])
+
+
+def test_repo_r_doubles_halves_and_changes_its_sign() -> None:
+    method = RepoR(zeta=0.02, zeta_min=0.01, zeta_max=0.05, entropy_target=1.0)
+    entropies = [0.5, 0.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.0, math.nan, 0.5, 0.5, 0.5]
+    want = [0.04, 0.05, 0.025, 0.0125, -0.01, -0.02, -0.04, -0.04, -0.04, -0.02, -0.01, 0.01]
+    found = [float(state["zeta"]) for state in controlled(method, entropies)]
+    assert found == pytest.approx(want)
+    fixed = RepoR(zeta=0.02)
+    assert float(controlled(fixed, [0.5])[0]["zeta"]) == 0.02
+
+
+def test_entropic_is_a_controller_without_a_bound_on_its_sum() -> None:
+    method = Entropic(entropy_target=0.5, proportional=2.0, integral=0.5)
+    states = controlled(method, [0.4, 0.6, math.nan, 9.5, 0.3])
+    assert [float(state["sum"]) for state in states] == pytest.approx([-0.1, 0, 0, 9, 8.8])
+    # 2 e + 0.5 sum, cut at 1
+    assert [float(state["alpha"]) for state in states] == pytest.approx([-0.25, 0.2, 0.2, 1, 1])
+
+
+def test_entropic_weighs_probable_tokens_alone() -> None:
+    """Above the target, right answers gain and wrong ones lose; a probability of 0.95 is not above
+    the bound."""
+    method = Entropic()
+    batch = token_batch([1.0, 0.0], group_size=2, lengths=[3, 3])
+    batch.old_log_prob = torch.tensor([0.97, 0.95, 0.2] * 2, dtype=torch.float64).log()
+    batch.advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    state = state_of(method) | {"alpha": torch.tensor(0.3, dtype=torch.float64)}
+    found = method.weights(batch, {}, state).tolist()
+    assert found == pytest.approx([1.3, 1, 1, 0.7, 1, 1])
+
+
+def test_gepo_moves_its_bounds() -> None:
+    """Mean surprisals of 1, 2 and 6 over three groups, one of them without tokens in the second
+    batch: means 3 and 1.5, standard deviations sqrt(14 / 3) and 0.5."""
+    method = Gepo(rate=0.1)
+
+    def answers(sums: list[float], tokens: list[float]) -> dict[str, Tensor]:
+        return {"gepo/sum": torch.tensor(sums), "gepo/tokens": torch.tensor(tokens)}
+
+    state = method.control(state_of(method), answers([2.0, 2.0, 18.0], [2.0, 1.0, 3.0]))
+    sd = math.sqrt(14 / 3)
+    assert float(state["low"]) == pytest.approx(3 - 0.2 * sd)
+    assert float(state["high"]) == pytest.approx(3 + 0.3 * sd)
+    later = method.control(state, answers([2.0, 2.0, 0.0], [2.0, 1.0, 0.0]))
+    assert float(later["low"]) == pytest.approx(0.9 * (3 - 0.2 * sd) + 0.1 * 1.4)
+    assert float(later["high"]) == pytest.approx(0.9 * (3 + 0.3 * sd) + 0.1 * 1.65)
+    none = method.control(later, answers([0.0] * 3, [0.0] * 3))
+    assert {name: float(x) for name, x in none.items()} == {
+        name: float(x) for name, x in later.items()
+    }
+
+
+def test_gepo_weighs_groups() -> None:
+    method = Gepo()
+    batch = token_batch([1.0, 0.0] * 3, group_size=2, lengths=[1] * 6)
+    batch.old_log_prob = -torch.tensor([0.5, 1.5, 2.0, 2.0, 5.0, 7.0])  # means 1, 2 and 6
+    batch.advantage = torch.tensor([1.0, -1.0] * 3)
+    state = {name: torch.tensor(x) for name, x in {"low": 1.1, "high": 5.9}.items()}
+    weights = method.weights(batch, ask(method, batch), state)
+    assert weights.tolist() == pytest.approx([0.5, 1, 1, 1, 1, 0.2])
+
+
+def test_steer_worked_numbers() -> None:
+    """|O| by plain arithmetic; the largest gets the least weight, under either map."""
+    batch = token_batch([1.0, 0.0], group_size=2, lengths=[2, 2])
+    p, entropy = [0.9, 0.1, 0.5, 0.2], [0.4, 0.9, 0.7, 1.2]
+    batch.old_log_prob = torch.tensor(p, dtype=torch.float64).log()
+    batch.entropy = torch.tensor(entropy, dtype=torch.float64)
+    batch.advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    change = [abs((1 - x) * (math.log(x) + h)) for x, h in zip(p, entropy, strict=True)]
+    low, high = min(change), max(change)
+    linear, exponential = Steer(), Steer(map="exponential")
+    found = linear.weights(batch, ask(linear, batch), {}).tolist()
+    assert found == pytest.approx([1.2 - 0.4 * (x - low) / (high - low) for x in change])
+    found = exponential.weights(batch, ask(exponential, batch), {}).tolist()
+    assert found == pytest.approx([0.8 ** (x / high) for x in change])
+
+
+def test_steer_where_all_changes_are_equal_or_small() -> None:
+    batch = token_batch([1.0] * 4, method=Steer())  # no advantage, so every |O| is 0
+    method = Steer(weight_min=0.6, weight_max=1.0)
+    assert method.weights(batch, ask(method, batch), {}).tolist() == pytest.approx(
+        [0.8] * len(batch.index)
+    )
+    batch.advantage = torch.full_like(batch.advantage, 1e-4)
+    method = Steer(map="exponential", floor=0.02)
+    assert min(method.weights(batch, ask(method, batch), {}).tolist()) > 0.99
