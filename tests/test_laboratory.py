@@ -16,10 +16,15 @@ from torch import Tensor
 from megatron_stare.algorithms.advantage import group_advantages as own_advantages
 from megatron_stare.algorithms.dapo import Dapo
 from megatron_stare.algorithms.dg import Dg
+from megatron_stare.algorithms.entropic import Entropic
 from megatron_stare.algorithms.entropy_bonus import COEF, OPEN, USED, EntropyBonus
+from megatron_stare.algorithms.entropy_clip import ClipB, ClipV
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import Method
+from megatron_stare.algorithms.repo_r import RepoR
+from megatron_stare.algorithms.sensitivity import second_moment, sensitivity
 from megatron_stare.algorithms.stare import Stare
+from megatron_stare.algorithms.steer import Steer
 from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
 from megatron_stare.records.batch import TokenBatch
 
@@ -29,7 +34,21 @@ import maps
 import outcome
 import study
 from simulate import Settings, coupled, gradient, sample, train
-from twins import BonusTwin, DgTwin, ForksTwin, StareTwin, Tokens, Twin, dapo, group_advantages
+from twins import (
+    BonusTwin,
+    ClipBTwin,
+    ClipVTwin,
+    DgTwin,
+    EntropicTwin,
+    ForksTwin,
+    RepoTwin,
+    StareTwin,
+    SteerTwin,
+    Tokens,
+    Twin,
+    dapo,
+    group_advantages,
+)
 from worlds import WORLDS, World, evaluate, first_state, tree
 
 PROMPTS, GROUP, DEPTH = 4, 4, 3
@@ -39,6 +58,18 @@ METHODS: dict[str, tuple[Twin, Method]] = {
     "grpo": (Twin(), Grpo(aggregation="token_mean")),
     "dapo": (dapo(), Dapo()),
     "dg": (DgTwin(eta=0.7), Dg(eta=0.7)),
+    "clip_b": (ClipBTwin(mu=0.8), ClipB(mu=0.8)),
+    "clip_v": (ClipVTwin(mu=0.5, max_share=0.06), ClipV(mu=0.5, max_share=0.06)),
+    "clip_v_one": (ClipVTwin(mu=0.5), ClipV(mu=0.5)),
+    "repo_r": (
+        RepoTwin(zeta=0.04, zeta_min=0.03, target=1.0),
+        RepoR(zeta=0.04, zeta_min=0.03, entropy_target=1.0),
+    ),
+    "entropic": (
+        EntropicTwin(target=1.0, proportional=9.0, probable_above=0.5),
+        Entropic(entropy_target=1.0, proportional=9.0, probable_above=0.5),
+    ),
+    "steer": (SteerTwin(weight_min=0.5), Steer(map="exponential", weight_min=0.5)),
     "twenty_entropy": (ForksTwin(), TwentyEntropy()),
     "twenty_entropy_half": (ForksTwin(share=0.5), TwentyEntropy(share=0.5)),
     "stare_o1": (StareTwin(**STARE), Stare(**STARE)),  # type: ignore[arg-type]
@@ -72,7 +103,14 @@ def random_tokens(draw: int) -> tuple[Tokens, Tensor]:
     rewards = (noise(SEEDS, PROMPTS, GROUP) < noise(SEEDS, PROMPTS, 1) ** 2).double()
     advantage = group_advantages(rewards).flatten(1).repeat_interleave(DEPTH, -1)
     log_prob = old + 0.8 * (noise(SEEDS, tokens) - 0.5)
-    return Tokens(log_prob, old, entropy, advantage), rewards
+    phi = sensitivity(old, entropy, second_moment(*sums_of(entropy), entropy))
+    return Tokens(log_prob, old, entropy, advantage, phi=phi), rewards
+
+
+def sums_of(entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of p^2 and p^2 ln p of some distribution, the same for equal entropies."""
+    sum_p2 = 0.2 + 0.7 * (7 * entropy).sin() ** 2
+    return sum_p2, -sum_p2 * (0.3 + 0.4 * (5 * entropy).cos() ** 2) * entropy
 
 
 def own_batch(tokens: Tokens, seed: int) -> TokenBatch:
@@ -83,6 +121,7 @@ def own_batch(tokens: Tokens, seed: int) -> TokenBatch:
     batch.rollout_log_prob = tokens.old_log_prob[seed].clone()
     batch.entropy = tokens.entropy[seed].clone()
     batch.advantage = tokens.advantage[seed].clone()
+    batch.sum_p2, batch.sum_p2_log_p = sums_of(batch.entropy)
     return batch
 
 
@@ -381,9 +420,9 @@ def test_a_method_is_added_to_a_cell_as_if_it_had_been_there(
         "train",
         lambda world, twin, settings: (trained.append(twin), train_one(world, twin, settings))[1],
     )
-    before = {name: told for name, told in whole.items() if name not in ("dg", "dapo")}
+    before = {name: told for name, told in whole.items() if name not in ("dg", "dapo", "clip_v")}
     added = maps.run_cell("bands", cell, 2, before)
-    assert added == whole and list(added) == list(whole) and len(trained) == 3
+    assert added == whole and list(added) == list(whole) and len(trained) == 4
     with pytest.raises(ValueError, match="grpo differs from before"):
         maps.run_cell("bands", cell, 2, {**before, "grpo": {"figures": {}}})
 

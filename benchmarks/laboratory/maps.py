@@ -13,7 +13,21 @@ from typing import Any
 import torch
 from simulate import History, Settings, coupled, gradient, log_softmax_at, sample, train
 from torch import Tensor
-from twins import BonusTwin, CriticalTwin, DgTwin, ForksTwin, StareTwin, Tokens, Twin, dapo
+from twins import (
+    BonusTwin,
+    ClipBTwin,
+    ClipVTwin,
+    CriticalTwin,
+    DgTwin,
+    EntropicTwin,
+    ForksTwin,
+    RepoTwin,
+    StareTwin,
+    SteerTwin,
+    Tokens,
+    Twin,
+    dapo,
+)
 from worlds import World, bandit, changing, evaluate, rare, tree
 
 from megatron_stare.algorithms.sensitivity import critical_surprisal, second_moment, sensitivity
@@ -40,6 +54,12 @@ METHODS: dict[str, Twin] = {
     "stare_critical": CriticalTwin(variant="C2", entropy_target=TARGET, amplify=2.0, attenuate=0.2),
     "bonus": BONUS,
     "dg": DgTwin(),
+    # of the later methods, those whose formula was read in their authors' or others' code
+    "clip_b": ClipBTwin(),
+    "clip_v": ClipVTwin(),
+    "repo_r": RepoTwin(target=TARGET),
+    "entropic": EntropicTwin(target=TARGET),
+    "steer": SteerTwin(),
 }
 
 
@@ -81,7 +101,7 @@ def _all(cell: Cell) -> Mapping[str, Twin]:
     for name, twin in METHODS.items():
         if isinstance(twin, StareTwin):
             found[name] = replace(twin, entropy_target=target)
-        elif isinstance(twin, BonusTwin):
+        elif isinstance(twin, BonusTwin | RepoTwin | EntropicTwin):
             found[name] = replace(twin, target=target)
         else:
             found[name] = twin

@@ -8,7 +8,7 @@ of a prompt visit by `lr` times the mean of (one_hot(action) - p) over these res
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from twins import Tokens, Twin, group_advantages
 from worlds import World, evaluate, first_state
 
-from megatron_stare.algorithms.sensitivity import critical_surprisal, second_moment
+from megatron_stare.algorithms.sensitivity import critical_surprisal, second_moment, sensitivity
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Sample:
 
     state, action: [K, N] int64; `state` counts over all prompts' states.
     old_log_prob, entropy, advantage: [K, N].
+    phi: [K, N], or None if it was not asked for.
     """
 
     state: Tensor
@@ -67,26 +68,23 @@ class Sample:
     old_log_prob: Tensor
     entropy: Tensor
     advantage: Tensor
+    phi: Tensor | None = None
 
     def of_prompts(self, first: int, last: int, each: int) -> Sample:
         """Returns the tokens of some prompts, of `each` tokens a prompt."""
         rows = slice(first * each, last * each)
-        return Sample(
-            *(
-                column[:, rows]
-                for column in (
-                    self.state,
-                    self.action,
-                    self.old_log_prob,
-                    self.entropy,
-                    self.advantage,
-                )
-            )
-        )
+        columns = (getattr(self, each.name) for each in fields(self))
+        return Sample(*(None if column is None else column[:, rows] for column in columns))
 
 
 def sample(
-    world: World, logits: Tensor, step: int, group: int, generator: torch.Generator
+    world: World,
+    logits: Tensor,
+    step: int,
+    group: int,
+    generator: torch.Generator,
+    *,
+    with_phi: bool = False,
 ) -> Sample:
     """Samples G responses to every prompt of every seed."""
     seeds, prompts, states, actions = logits.shape
@@ -100,12 +98,17 @@ def sample(
         drawn = torch.rand(state.shape, generator=generator, dtype=torch.float64)
         action = (p.cumsum(-1) < drawn[..., None]).sum(-1).clamp_max(actions - 1)
         log_prob = here.gather(-1, action[..., None])[..., 0]
-        columns.append((state, action, log_prob, -(p * here).sum(-1)))
+        column = [state, action, log_prob, entropy := -(p * here).sum(-1)]
+        if with_phi:
+            s2 = second_moment((p * p).sum(-1), (p * p * here).sum(-1), entropy)
+            column.append(sensitivity(log_prob, entropy, s2))
+        columns.append(tuple(column))
         prefix = prefix * actions + action.view_as(prefix)
     rewards = world.rewards_at(step).gather(-1, prefix)
     advantage = group_advantages(rewards).flatten(1)
     stacked = [torch.stack(each, -1).flatten(1) for each in zip(*columns, strict=True)]
-    return Sample(*stacked, advantage.repeat_interleave(world.depth, -1))
+    advantage = advantage.repeat_interleave(world.depth, -1)
+    return Sample(*stacked[:4], advantage, *stacked[4:])
 
 
 def gradient(
@@ -122,7 +125,9 @@ def gradient(
         entropy = -(p * here).sum(-1)
         s2 = second_moment((p * p).sum(-1), (p * p * here).sum(-1), entropy)
         critical = critical_surprisal(entropy, s2)
-    tokens = Tokens(log_prob, batch.old_log_prob, batch.entropy, batch.advantage, critical)
+    tokens = Tokens(
+        log_prob, batch.old_log_prob, batch.entropy, batch.advantage, critical, batch.phi
+    )
     slope = twin.slope(tokens, state)
     rows = -slope[..., None] * p
     rows.scatter_add_(-1, batch.action[..., None], slope[..., None])
@@ -165,7 +170,7 @@ def train(world: World, twin: Twin, settings: Settings) -> History:
     at, found, gates = [0], [evaluate(world, logits, 0)], [torch.full((seeds,), torch.nan)]
     opened = torch.zeros(seeds, dtype=torch.float64)
     for step in range(settings.steps):
-        batch = sample(world, logits, step, settings.group, generator)
+        batch = sample(world, logits, step, settings.group, generator, with_phi=twin.needs_phi)
         state = twin.control(state, batch.entropy.mean(-1))
         opened += state.get("gate", opened * torch.nan)
         for first, last in pairwise(bounds):

@@ -9,6 +9,7 @@ Shape legend: K seeds; N tokens of a batch, response by response; all floats are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ class Tokens:
     advantage: of each token's response.
     critical: s*, the surprisal past which a token is rare at its own state
         (algorithms/sensitivity.py); None unless a twin needs it.
+    phi: sensitivity of the entropy (algorithms/sensitivity.py), of the policy that sampled; None
+        unless a twin needs it.
     """
 
     log_prob: Tensor
@@ -36,6 +39,7 @@ class Tokens:
     entropy: Tensor
     advantage: Tensor
     critical: Tensor | None = None
+    phi: Tensor | None = None
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -74,6 +78,11 @@ class Twin:
     @property
     def needs_critical(self) -> bool:
         """Tells whether the twin reads `Tokens.critical`."""
+        return False
+
+    @property
+    def needs_phi(self) -> bool:
+        """Tells whether the twin reads `Tokens.phi`."""
         return False
 
     def start(self, seeds: int) -> State:
@@ -221,6 +230,120 @@ class DgTwin(Twin):
 
     def slope(self, tokens: Tokens, state: State) -> Tensor:
         weights = torch.sigmoid(-tokens.advantage * tokens.old_log_prob / self.eta)
+        return weights * super().slope(tokens, state)
+
+
+def by_sign(advantage: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """[K, N] `positive` where the advantage is above 0, `negative` where it is below 0, else 1."""
+    return torch.where(advantage > 0, positive, torch.where(advantage < 0, negative, 1.0))
+
+
+@dataclass(frozen=True)
+class ClipBTwin(Twin):
+    """Clip_B (algorithms/entropy_clip.py): wrong answers' tokens of very low S do not learn."""
+
+    mu: float = 2.5
+
+    def dropped(self, tokens: Tokens) -> Tensor:
+        """[K, N] bool."""
+        signal = tokens.old_log_prob.exp() * (tokens.old_log_prob + tokens.entropy)
+        mean, std = signal.mean(-1, keepdim=True), signal.std(-1, keepdim=True, correction=0)
+        return (tokens.advantage < 0) & (signal - mean < -self.mu * std)
+
+    def slope(self, tokens: Tokens, state: State) -> Tensor:
+        kept = ~self.dropped(tokens)
+        number = kept.sum(-1, keepdim=True).clamp_min(1)
+        return torch.where(kept, self.surrogate_slope(tokens), 0.0) / number
+
+
+@dataclass(frozen=True)
+class ClipVTwin(ClipBTwin):
+    """Clip_V (algorithms/entropy_clip.py): wrong answers' tokens of very low Phi do not learn."""
+
+    mu: float = 8.5
+    max_share: float = 1e-4
+
+    @property
+    def needs_phi(self) -> bool:
+        return True
+
+    def dropped(self, tokens: Tokens) -> Tensor:
+        assert tokens.phi is not None
+        std = tokens.phi.std(-1, keepdim=True, correction=0)
+        candidates = (tokens.advantage < 0) & (-tokens.phi > self.mu * std)
+        most = max(1, int(self.max_share * tokens.phi.shape[-1]))
+        return top(-tokens.phi, candidates, torch.full(tokens.phi.shape[:1], most))
+
+
+@dataclass(frozen=True)
+class RepoTwin(Twin):
+    """REPO-R (algorithms/repo_r.py): advantages rescaled by log-prob, zeta steered to a target."""
+
+    clip_high: float = 0.28
+    zeta: float = 0.01
+    zeta_min: float = 1e-4
+    zeta_max: float = 0.05
+    target: float | None = 0.3
+
+    def start(self, seeds: int) -> State:
+        return {"zeta": torch.full((seeds,), self.zeta, dtype=torch.float64)}
+
+    def control(self, state: State, entropy: Tensor) -> State:
+        if self.target is None:
+            return state
+        way, size = (self.target - entropy).sign(), state["zeta"].abs()
+        grown = way * (2 * size).clamp(self.zeta_min, self.zeta_max)
+        turned = torch.where(size / 2 < self.zeta_min, way * self.zeta_min, -way * size / 2)
+        moved = torch.where(state["zeta"] * way > 0, grown, turned)
+        return {"zeta": torch.where(way == 0, state["zeta"], moved)}
+
+    def slope(self, tokens: Tokens, state: State) -> Tensor:
+        lean = state["zeta"][:, None] * (tokens.old_log_prob + tokens.entropy)
+        weights = by_sign(tokens.advantage, 1 - lean, 1 + lean).clamp_min(0)
+        return weights * super().slope(tokens, state)
+
+
+@dataclass(frozen=True)
+class EntropicTwin(Twin):
+    """EntroPIC (algorithms/entropic.py): a PI controller weighs tokens of high probability."""
+
+    clip_high: float = 0.28
+    target: float = 0.1
+    proportional: float = 1.0
+    integral: float = 0.01
+    probable_above: float = 0.95
+
+    def start(self, seeds: int) -> State:
+        zeros = torch.zeros(seeds, dtype=torch.float64)
+        return {"sum": zeros, "alpha": zeros}
+
+    def control(self, state: State, entropy: Tensor) -> State:
+        error = entropy - self.target
+        total = state["sum"] + error
+        alpha = (self.proportional * error + self.integral * total).clamp(-1, 1)
+        return {"sum": total, "alpha": alpha}
+
+    def slope(self, tokens: Tokens, state: State) -> Tensor:
+        alpha = state["alpha"][:, None]
+        weights = by_sign(tokens.advantage, 1 + alpha, 1 - alpha)
+        probable = -tokens.old_log_prob < -math.log(self.probable_above)
+        return torch.where(probable, weights, 1.0) * super().slope(tokens, state)
+
+
+@dataclass(frozen=True)
+class SteerTwin(Twin):
+    """STEER (algorithms/steer.py), with the exponential map of its main script."""
+
+    clip_high: float = 0.28
+    dual_clip: float | None = 10.0
+    weight_min: float = 0.8
+    floor: float = 0.02
+
+    def slope(self, tokens: Tokens, state: State) -> Tensor:
+        log_prob = tokens.old_log_prob
+        change = (tokens.advantage * (1 - log_prob.exp()) * (log_prob + tokens.entropy)).abs()
+        rate = -math.log(self.weight_min) / change.amax(-1, keepdim=True).clamp_min(self.floor)
+        weights = (-rate * change).exp().clamp(self.weight_min, 1)
         return weights * super().slope(tokens, state)
 
 
