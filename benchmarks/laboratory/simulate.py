@@ -61,6 +61,7 @@ class Sample:
     state, action: [K, N] int64; `state` counts over all prompts' states.
     old_log_prob, entropy, advantage: [K, N].
     phi: [K, N], or None if it was not asked for.
+    log_p: [K, N, A] log-probs of all actions at the tokens' states.
     """
 
     state: Tensor
@@ -68,6 +69,7 @@ class Sample:
     old_log_prob: Tensor
     entropy: Tensor
     advantage: Tensor
+    log_p: Tensor
     phi: Tensor | None = None
 
     def of_prompts(self, first: int, last: int, each: int) -> Sample:
@@ -91,6 +93,7 @@ def sample(
     offset = (torch.arange(prompts) * states)[None, :, None]
     prefix = torch.zeros((seeds, prompts, group), dtype=torch.int64)
     columns: list[tuple[Tensor, ...]] = []
+    log_p: list[Tensor] = []
     for level in range(world.depth):
         state = (offset + first_state(actions, level) + prefix).flatten(1)
         here = log_softmax_at(logits, state)
@@ -103,20 +106,28 @@ def sample(
             s2 = second_moment((p * p).sum(-1), (p * p * here).sum(-1), entropy)
             column.append(sensitivity(log_prob, entropy, s2))
         columns.append(tuple(column))
+        log_p.append(here)
         prefix = prefix * actions + action.view_as(prefix)
     rewards = world.rewards_at(step).gather(-1, prefix)
     advantage = group_advantages(rewards).flatten(1)
     stacked = [torch.stack(each, -1).flatten(1) for each in zip(*columns, strict=True)]
     advantage = advantage.repeat_interleave(world.depth, -1)
-    return Sample(*stacked[:4], advantage, *stacked[4:])
+    return Sample(*stacked[:4], advantage, torch.stack(log_p, 2).flatten(1, 2), *(stacked[4:]))
 
 
 def gradient(
-    world: World, logits: Tensor, batch: Sample, twin: Twin, state: dict[str, Tensor]
+    world: World,
+    logits: Tensor,
+    batch: Sample,
+    twin: Twin,
+    state: dict[str, Tensor],
+    *,
+    moved: bool = True,
 ) -> Tensor:
-    """[K, P, V, A] gradient of the method's objective on a mini-batch, before coupling."""
+    """[K, P, V, A] gradient of the method's objective on a mini-batch, before coupling. `moved` may
+    be False if `logits` are those of the policy that sampled."""
     actions = logits.shape[-1]
-    here = log_softmax_at(logits, batch.state)
+    here = log_softmax_at(logits, batch.state) if moved else batch.log_p
     log_prob = here.gather(-1, batch.action[..., None])[..., 0]
     p = here.exp()
     critical = None
@@ -178,7 +189,8 @@ def train(world: World, twin: Twin, settings: Settings) -> History:
             # an update's objective is a mean over its tokens: of (last - first) T of them a state
             # that all responses of a prompt visit has one
             scale = settings.lr * (last - first) * world.depth
-            logits += scale * coupled(gradient(world, logits, part, twin, state), world.coupling)
+            slope = gradient(world, logits, part, twin, state, moved=first > 0)
+            logits += scale * coupled(slope, world.coupling)
         if (step + 1) % settings.every == 0:
             at.append(step + 1)
             found.append(evaluate(world, logits, step))
