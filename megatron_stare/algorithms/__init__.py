@@ -12,10 +12,10 @@ settle()  # before anything in here runs
 
 # methods that learn from rewards
 METHODS = {
+    "cispo": "megatron_stare.algorithms.cispo.Cispo",
     "clip_b": "megatron_stare.algorithms.entropy_clip.ClipB",
     "clip_cov": "megatron_stare.algorithms.clip_cov.ClipCov",
     "clip_v": "megatron_stare.algorithms.entropy_clip.ClipV",
-    "cispo": "megatron_stare.algorithms.cispo.Cispo",
     "dapo": "megatron_stare.algorithms.dapo.Dapo",
     "dg": "megatron_stare.algorithms.dg.Dg",
     "dr_grpo": "megatron_stare.algorithms.dr_grpo.DrGrpo",

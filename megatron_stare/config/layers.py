@@ -174,15 +174,32 @@ def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> No
     found[path] = Layer(str(path), copy.deepcopy({**recipe.settings, "run": run}))
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """YAML loader that refuses a name that stands twice in one mapping. PyYAML would drop the first
+    one with all settings beneath it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands twice in one section", key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
-    """Reads a YAML mapping. Raises ConfigError if the file contains no mapping.
+    """Reads a YAML mapping. Raises ConfigError if the file contains no mapping, or a name twice in
+    one section.
 
     Args:
         where: the name of the file in error messages. None means the file's path.
     """
     path, where = Path(path), where or str(path)
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _OnceLoader)
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration ({error.strerror})", where=where
@@ -249,7 +266,7 @@ def _laid_over(below: Any, above: Any) -> Any:
 
 def _value(text: str, override: str) -> Any:
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _OnceLoader)
     except yaml.YAMLError as error:
         raise ConfigError("the value is not valid YAML", where=override) from error
     if isinstance(value, str):

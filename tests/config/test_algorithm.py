@@ -54,7 +54,7 @@ def refused(tmp_path: Path, section: str, *overrides: str) -> str:
         ("stair", (), "mine.yaml: algorithm.name: unknown name 'stair'\n  fix: did you mean 'stare'?"),
         ("grpo", ("algorithm=stair",), "algorithm=stair: algorithm.name: unknown name 'stair'\n"),
         ("3", (), "mine.yaml: algorithm: this is neither a method's name nor its settings"),
-        ("{amplify: 2}", (), "mine.yaml: algorithm.name: the method's name is missing\n  fix: one of clip_cov, cispo"),
+        ("{amplify: 2}", (), "mine.yaml: algorithm.name: the method's name is missing\n  fix: one of cispo, clip_b"),
         ("{name: stare, amplfy: 2}", (), "mine.yaml: algorithm.amplfy: unknown name 'amplfy'\n  fix: did you mean 'am"),
         ("stare", ("algorithm.amplfy=2",), "algorithm.amplfy=2: algorithm.amplfy: unknown name"),
         ("{name: stare, share: much}", ("run.seed=2",), "mine.yaml: algorithm.share: must be a number"),

@@ -174,6 +174,14 @@ def _part(found, wanted):
             "top.yaml > a.yaml: not valid YAML line 2",
         ),
         (
+            {"top": "run: {steps: 3}\nmodel: {path: here}\nrun: {seed: 1}\n"},
+            "top.yaml: not valid YAML line 3: 'run' stands twice in one section",
+        ),
+        (
+            {"top": "defaults: [a.yaml]\n", "a": "run:\n  seed: 1\n  seed: 1\n"},
+            "top.yaml > a.yaml: not valid YAML line 3: 'seed' stands twice in one section",
+        ),
+        (
             {"top": "defaults: a.yaml\n"},
             "top.yaml: defaults: the layers are not a list of files (got 'a.yaml')",
         ),
