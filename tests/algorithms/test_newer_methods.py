@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import Method, State
 from megatron_stare.algorithms.opefo import Opefo
 from megatron_stare.algorithms.repo_r import RepoR
+from megatron_stare.algorithms.reweighted import Reweighted
 from megatron_stare.algorithms.steer import Steer
 from megatron_stare.config.load import build_method
 from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Statistics
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 # settings with which each changes something in a batch of a few dozen tokens
@@ -109,6 +112,11 @@ def test_repo_r_worked_numbers() -> None:
     for centred, want in ((True, [1.6, 0.84, 0.4, 1.16]), (False, [1.8, 1.04, 0.2, 0.96])):
         method = RepoR(zeta=0.4, centred=centred)
         assert method.weights(batch, {}, state_of(method)).tolist() == pytest.approx(want)
+    # the entropy is that of the policy that selects
+    batch.selection_entropy = torch.full((4,), 0.9)
+    method = RepoR(zeta=0.4)
+    found = method.weights(batch, {}, state_of(method)).tolist()
+    assert found == pytest.approx([1.44, 0.68, 0.56, 1.32])
     # never below 0: the advantage keeps its sign
     method = RepoR(zeta=1.0, zeta_max=1.0, centred=False)
     assert method.weights(batch, {}, state_of(method)).tolist() == pytest.approx([3, 1.1, 0, 0.9])
@@ -189,6 +197,35 @@ def test_steer_worked_numbers() -> None:
     assert found == pytest.approx([1.2 - 0.4 * (x - low) / (high - low) for x in change])
     found = exponential.weights(batch, ask(exponential, batch), {}).tolist()
     assert found == pytest.approx([0.8 ** (x / high) for x in change])
+
+
+@pytest.mark.parametrize("name", ["clip_b", "clip_v"])
+def test_rounding_removes_no_token(name: str) -> None:
+    """All tokens are alike but for the last digits of a float64."""
+    method = build_method({"name": name, "mu": 1e-3})
+    batch = token_batch(MIXED, method=method)
+    same = 1 + 1e-14 * torch.rand(len(batch.index), dtype=torch.float64)
+    batch.old_log_prob, batch.entropy = -0.7 * same, 0.3 * same
+    batch.sum_p2, batch.sum_p2_log_p = 0.5 * same, -0.1 * same
+    statistics = ask(method, batch)
+    assert float(statistics["clip/variance"]) > 0
+    assert float(statistics["tokens"]) == len(batch.index)
+
+
+def test_no_gradient_flows_through_a_weight() -> None:
+    """Not even where a method's own weights read the log-prob that is trained."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Reweighted):
+        weight_metric: ClassVar[str] = "own/weight"
+
+        def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
+            return batch.log_prob.exp()
+
+    batch = token_batch(MIXED, method=Grpo())
+    own = loss_and_gradient(Own(), batch)[1]
+    plain = loss_and_gradient(Grpo(aggregation="token_mean", clip_high=0.28), batch)[1]
+    torch.testing.assert_close(own, plain * batch.log_prob.detach().exp())
 
 
 def test_steer_where_all_changes_are_equal_or_small() -> None:

@@ -124,16 +124,18 @@ def test_every_layout_forecasts_and_measures_the_same(ranks, tmp_path: Path) -> 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("section", "recorded"),
+    ("section", "recorded", "more"),
     [
-        ({"entropy_forecast": False, "measured_every": 1}, set()),
-        ({"measured_every": 0}, {"forecast/entropy_change"}),
-        ({"measured_every": 2}, {"forecast/entropy_change"}),
+        ({"entropy_forecast": False, "measured_every": 1}, set(), {}),
+        # the log-prob pass computes what a forecast needs, for the method
+        ({"entropy_forecast": False}, set(), {"algorithm": {"name": "opefo"}}),
+        ({"measured_every": 0}, {"forecast/entropy_change"}, {}),
+        ({"measured_every": 2}, {"forecast/entropy_change"}, {}),
     ],
 )
-def test_switches(ranks, tmp_path: Path, section: dict, recorded: set[str]) -> None:
+def test_switches(ranks, tmp_path: Path, section: dict, recorded: set[str], more: dict) -> None:
     save_model(tmp_path, "qwen2_tied")
-    (alone,) = ranks.run(one_rank, 1, config_of(tmp_path, observability=section))
+    (alone,) = ranks.run(one_rank, 1, config_of(tmp_path, observability=section, **more))
     names = watched(alone["metrics"]).keys()
     assert names & {"forecast/entropy_change", "forecast/measured_change"} == recorded
 

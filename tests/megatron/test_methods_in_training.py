@@ -112,8 +112,8 @@ def all_steps(
     return weights, rows
 
 
-def scored(policy: Any, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [M] of all response positions."""
+def scored(policy: Any, batch: RolloutBatch) -> tuple[Tensor, ...]:
+    """Log-probs, entropies and sums of p^2 and p^2 ln p [M] of all response positions."""
     found, start = [], 0
     for prompt, n in zip(
         batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True
@@ -121,11 +121,14 @@ def scored(policy: Any, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         tokens = batch.tokens[start : start + prompt + n]
         start += prompt + n
         log_p = (policy(tokens[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(1)
+        p = log_p.exp()
         found.append(
-            (log_p.gather(1, tokens[prompt:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1))
+            (
+                log_p.gather(1, tokens[prompt:, None]).squeeze(1),
+                *(-(p * log_p).sum(1), (p * p).sum(1), (p * p * log_p).sum(1)),
+            )
         )
-    log_prob, entropy = zip(*found, strict=True)
-    return torch.cat(log_prob), torch.cat(entropy)
+    return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
 
 class AdamW:
@@ -184,17 +187,19 @@ def by_hand(
     for step in range(1, STEPS + 1):
         batch = batch_of(step)
         with torch.no_grad():
-            (old, entropy), (fixed, _) = scored(policy, batch), scored(frozen, batch)
+            (old, entropy, *sums), (fixed, *_) = scored(policy, batch), scored(frozen, batch)
         plan = plan_of(config, batch)
         mean = batch_mean(settings, batch, entropy)
         gate = mean < (settings.get("entropy_target") or torch.inf)
         for epoch, number in itertools.product(range(EPOCHS), range(PROMPTS // MINI_BATCH)):
-            now, now_entropy = scored(policy, batch)
-            read = old
+            now, now_entropy, *_ = scored(policy, batch)
+            read, read_entropy = old, None
             if config.statistics.surprisal == "current" and (epoch or number):
-                read = now.detach()
+                read, read_entropy = now.detach(), now_entropy.detach()
             scores = Scores(
-                now, old, batch.rollout_log_probs.double(), fixed, entropy, now_entropy, read
+                *(now, old, batch.rollout_log_probs.double(), fixed, entropy, now_entropy, read),
+                *sums,
+                read_entropy,
             )
             loss = training_loss(
                 settings, batch, scores, plan.branches(number), gate=gate, bonus=used
@@ -280,6 +285,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "clip_cov": ({"name": "clip_cov", "share": 0.1, "cov_low": 0.1}, {"surprisal": "current"}),
     "kl_cov": ({"name": "kl_cov", "share": 0.2}, {"surprisal": "current"}),
+    "opefo": ({"name": "opefo", "correction": CORRECTION}, {}),
+    "clip_b": ({"name": "clip_b", "mu": 0.5}, {"surprisal": "current"}),
+    "clip_v": ({"name": "clip_v", "mu": 0.3, "max_share": 0.1}, {"surprisal": "current"}),
+    "repo_r": ({"name": "repo_r", "zeta": 0.2}, {"surprisal": "current"}),
+    "steer": ({"name": "steer", "map": "exponential"}, {"surprisal": "current"}),
     "gspo": ({"name": "gspo", "clip_low": 0.3, "clip_high": 0.4}, {}),
     "gtpo": ({"name": "gtpo", "alpha2": 0.5}, {}),
     "grpo_s": ({"name": "grpo_s", "beta2": 0.5, "clip_low": 0.5, "clip_high": 0.9}, {}),
@@ -360,7 +370,7 @@ def test_all_updates_have_the_gate_of_the_rollout_batch(ranks: RankPool, tmp_pat
         {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3},
     )
     with torch.no_grad():
-        _, entropy = scored(load(tmp_path), batch)
+        _, entropy, *_ = scored(load(tmp_path), batch)
     whole, first = (
         batch_mean(stare, batch, entropy),
         batch.first(int((batch.groups < MINI_BATCH).sum())),

@@ -62,6 +62,11 @@ class Scores:
     read: Tensor  # the log-prob that selections read
     sum_p2: Tensor  # of p^2 over the vocabulary, of the log-prob pass
     sum_p2_log_p: Tensor  # of p^2 ln p
+    read_entropy: Tensor | None = None  # the entropy that selections read; None: `entropy`
+
+    @property
+    def chosen_by(self) -> Tensor:
+        return self.entropy if self.read_entropy is None else self.read_entropy
 
     @property
     def phi(self) -> Tensor:
@@ -242,14 +247,14 @@ def factors(
     p = (-surprisal).exp()
     match settings["name"]:
         case "repo_r":
-            likely = -surprisal + (scores.entropy if settings.get("centred", True) else 0.0)
+            likely = -surprisal + (scores.chosen_by if settings.get("centred", True) else 0.0)
             return (1 - settings.get("zeta", 0.01) * sign * likely).clamp(min=0)
         case "entropic":
             steered = 1 + settings["alpha"] * sign
             return torch.where(p > settings.get("probable_above", 0.95), steered, 1.0)
         case "steer":
             change = (
-                p / scores.old.exp() * advantage * (1 - p) * (scores.entropy - surprisal)
+                p / scores.old.exp() * advantage * (1 - p) * (scores.chosen_by - surprisal)
             ).abs()
             least = settings.get("weight_min", 0.8)
             if settings.get("map") == "exponential":
@@ -278,7 +283,7 @@ def outliers(
     wrong, mu = kept & (advantage < 0), settings["mu"]
     if settings["name"] == "clip_b":
         log_p = scores.read.clamp(max=0)
-        signal = log_p.exp() * (log_p + scores.entropy)
+        signal = log_p.exp() * (log_p + scores.chosen_by)
         return wrong & (signal - signal[kept].mean() < -mu * signal[kept].std(correction=0))
     candidates = wrong & (-scores.phi > mu * scores.phi[kept].std(correction=0))
     most = max(1, int(settings["max_share"] * int(kept.sum())))
