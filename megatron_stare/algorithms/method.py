@@ -113,7 +113,7 @@ class Method(ABC):
             DataError: a response has several branches, but the loss couples all tokens of a
                 response.
         """
-        if batch.branched is not None and self.coupling == "sequence":
+        if batch.branches.size > batch.size and self.coupling == "sequence":
             raise DataError(
                 "a response has several branches, which are trained apart, but this method's loss"
                 " couples all of its tokens",

@@ -14,7 +14,7 @@ token in the response. For a RankShare, n, t and r count only the branches of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Branches:
     samples: Tensor  # [S] int64, ascending
     contexts: Tensor  # [S] int64 tokens before the branch's part of the response
     responses: Tensor  # [S] int64 tokens of the branch's part of the response
+    of_prompt: Tensor  # [S] bool, True if the branch's context is the sample's prompt
 
     @property
     def size(self) -> int:
@@ -54,7 +55,7 @@ class Branches:
     def of(self, samples: int) -> Branches:
         """Returns the branches of the first `samples` samples."""
         end = int((self.samples < samples).sum())
-        return Branches(self.samples[:end], self.contexts[:end], self.responses[:end])
+        return Branches(**{each.name: getattr(self, each.name)[:end] for each in fields(self)})
 
 
 class _Columns:
@@ -78,7 +79,12 @@ class _Columns:
         """The branches of all samples."""
         if self.branched is not None:
             return self.branched
-        return Branches(torch.arange(self.size), self.prompt_lengths, self.response_lengths)
+        return Branches(
+            torch.arange(self.size),
+            self.prompt_lengths,
+            self.response_lengths,
+            torch.ones(self.size, dtype=torch.bool),
+        )
 
     @property
     def lengths(self) -> Tensor:
@@ -125,7 +131,7 @@ class RolloutBatch(_Columns):
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
     # [T, L, K] experts that the engine routed each token to; see `routing_column`
     experts: Tensor | None = None
-    branched: Branches | None = None  # None: every sample is one branch
+    branched: Branches | None = None  # None: every sample is one branch, after its prompt
     step: int = 0  # keys seeded draws of methods
     # in canonical order; they stay on the driver, for logging
     trajectories: Sequence[Trajectory] = ()
@@ -230,7 +236,7 @@ class RolloutBatch(_Columns):
             branch for sample, t in enumerate(ordered) for branch in _laid_out(sample, t, prompts)
         ]
         runs = [run for branch in laid for run in branch.versions]
-        several = len(laid) > len(ordered)
+        several = len(laid) > len(ordered) or not all(branch.of_prompt for branch in laid)
         return cls(
             tokens=_joined(
                 [part for branch in laid for part in (branch.context, branch.tokens)], torch.int32
@@ -255,6 +261,7 @@ class RolloutBatch(_Columns):
                 torch.tensor([branch.sample for branch in laid], dtype=torch.int64),
                 torch.tensor([len(branch.context) for branch in laid], dtype=torch.int64),
                 torch.tensor([branch.tokens.numel() for branch in laid], dtype=torch.int64),
+                torch.tensor([branch.of_prompt for branch in laid], dtype=torch.bool),
             )
             if several
             else None,
@@ -289,7 +296,7 @@ class RankShare(_Columns):
     penalties: Tensor | None  # [B] float64
     step: int
     experts: Tensor | None = None  # [t, L, K]
-    branched: Branches | None = None  # None: every sample is one branch
+    branched: Branches | None = None  # None: every sample is one branch, after its prompt
 
     def starts(self, lengths: Tensor) -> Tensor:
         """[S] int64 index at which each of the rank's branches starts in a column of this share.
@@ -306,25 +313,27 @@ class _Branch(NamedTuple):
     context: Tensor
     tokens: Tensor
     versions: VersionRuns
+    of_prompt: bool
 
 
 def _laid_out(
     sample: int, trajectory: Trajectory, prompts: Mapping[int, Tensor]
 ) -> Iterator[_Branch]:
-    """Yields the branches of a trajectory. Branches after the first one are left out if they have
-    no tokens."""
+    """Yields the branches of a trajectory that have tokens. If no branch has tokens, yields the
+    first one."""
     prompt = prompts[trajectory.prompt.cursor]
     if not trajectory.branches:
-        yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions)
+        yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions, of_prompt=True)
         return
     contexts = [
         prompt,
         *(torch.tensor(branch.context, dtype=torch.int32) for branch in trajectory.branches),
     ]
     for number, (start, end) in enumerate(trajectory.spans):
-        if start < end or not number:
+        if start < end or not (number or len(trajectory)):
+            tokens = trajectory.tokens[start:end]
             versions = runs_between(trajectory.versions, start, end)
-            yield _Branch(sample, contexts[number], trajectory.tokens[start:end], versions)
+            yield _Branch(sample, contexts[number], tokens, versions, of_prompt=not number)
 
 
 def _taken(column: Tensor, lengths: list[int], branches: Sequence[int]) -> Tensor:

@@ -139,6 +139,54 @@ def test_each_token_is_in_one_branch_after_its_own_context() -> None:
     assert batch.run_lengths.tolist() == [3, 1, 1, 2, 2]
 
 
+def after_another_context() -> RolloutBatch:
+    """Two responses, all of whose tokens come after contexts of their own, which are as long as the
+    prompt; one after the prompt; and one without any token."""
+    prompt = Prompt(3, "p", "", "", (1, 2, 3))
+    made = [
+        sampled_trajectory(prompt, number, ids, [-0.5] * len(ids))
+        for number, ids in enumerate([[10, 11, 12], [20, 21], [30, 31], []])
+    ]
+    made[0].branches = [Branch(0, (4, 5, 6)), Branch(2, (7,))]
+    made[1].branches = [Branch(0, (8, 9, 40))]
+    made[3].branches = [Branch(0, (50, 51))]
+    for reward, each in enumerate(made):
+        each.reward, each.reward_status = float(reward), "ok"
+    return RolloutBatch.from_trajectories(made, step=2)
+
+
+def test_a_first_branch_without_tokens_is_left_out() -> None:
+    """Unless the response has no token at all."""
+    batch = after_another_context()
+    parts = [[4, 5, 6, 10, 11], [7, 12], [8, 9, 40, 20, 21], [1, 2, 3, 30, 31], [1, 2, 3]]
+    assert batch.tokens.tolist() == [token for part in parts for token in part]
+    branches = batch.branches
+    assert branches.samples.tolist() == [0, 0, 1, 2, 3]
+    assert branches.of_prompt.tolist() == [False, False, False, True, True]
+    assert branches.starts.tolist() == [0, 2, 0, 0, 0]
+    assert batch.runs.tolist() == [1, 1, 1, 1, 0]
+    assert batch.first(2).branches.of_prompt.tolist() == [False, False, False]
+    # one branch a response, but none after the prompt
+    alone = RolloutBatch.from_trajectories([batch.trajectories[1]])
+    assert alone.branched is not None and alone.tokens.tolist() == parts[2]
+    assert build_method(ALGORITHMS["gspo"]).judge(alone).advantages is not None
+
+
+@pytest.mark.parametrize("batch", [rewritten, after_another_context])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_row_of_shared_prompts_feeds_each_token_its_own_context(batch: Any, shared: bool) -> None:
+    """All branches in one micro-batch: tokens that a branch shares with another are those of the
+    prompt alone."""
+    made = Grpo().judge(batch())
+    config = Case(ALGORITHMS["grpo"], packed=True).config(str(ROOT / "assets/tiny-adder"))
+    layout = WholeSequences(packed=True, share_prompts=shared)
+    here = RankBatch(made.share(range(made.branches.size)), plan_of(config, made), 0, CPU, layout)
+    sequences = [part.tolist() for part in made.tokens.split(made.lengths.tolist())]
+    fed = sum(int((micro.tokens != 0).sum()) for micro in here.micro_batches)
+    prompts = sum(made.branches.of_prompt.tolist())
+    assert fed == sum(map(len, sequences)) - (3 * (prompts - 1) if shared else 0)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_token_is_predicted_from_its_own_context_and_counted_once(

@@ -254,7 +254,9 @@ def test_the_rates_of_arithmetic_are_those_of_the_sequences_and_phases() -> None
 
     lengths = ((3, 5), (3, 9), (7, 2))
     contexts, responses = torch.tensor(lengths).T
-    batch = SimpleNamespace(branches=Branches(torch.arange(3), contexts, responses))
+    batch = SimpleNamespace(
+        branches=Branches(torch.arange(3), contexts, responses, torch.ones(3, dtype=torch.bool))
+    )
     measured = {"time/log_probs_s": 0.5, "time/update_s": 1.5, "time/step_s": 8.0}
     found = ModelFlops(run).metrics(batch, measured)
     passes = (0 if run.config.skips_log_prob_pass else 1) + 3 * run.config.batch.epochs

@@ -187,13 +187,13 @@ class RankBatch:
 
 def _with_one_context(share: RankShare) -> Tensor:
     """Returns a number for every branch, [S] int64. Branches with equal numbers have the same
-    context. The first branches of a group's samples share a number, and every other branch has a
-    separate number."""
+    context. The branches of a group's samples whose context is the prompt share a number, and every
+    other branch has a separate number."""
     if share.branched is None:
         return share.groups
     branches = share.branched
     own = share.groups.max() + 1 + torch.arange(branches.size)
-    return torch.where(branches.first, share.branch_groups, own)
+    return torch.where(branches.of_prompt, share.branch_groups, own)
 
 
 def _micro_batch(
