@@ -176,6 +176,13 @@ LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entrop
         ("algorithm=stapo", "STAPO's mask"),
         ("algorithm=stapo_stare", "STAPO's mask"),
         ("algorithm=twenty_entropy", "20-Entropy chooses"),
+        ("algorithm=opefo", "OPEFO's weights read"),
+        ("algorithm=clip_b", "Clip_B's mask reads"),
+        ("algorithm=clip_v", "Clip_V's mask reads"),
+        ("algorithm=repo_r", "REPO-R's centred weights read"),
+        ("algorithm=steer", "STEER's weights read"),
+        ("algorithm=gepo", "GEPO's first bounds"),
+        ("algorithm=support.reads_sums.ReadsSums", "ReadsSums reads sums over the vocabulary"),
         ("algorithm.correction={mode: truncate}", "the importance correction"),
         ("algorithm.reference_kl={coef: 0.1}", "the reference policy passes"),
         ("algorithm={name: grpo, entropy_bonus: {target: 0.2}}", "entropy_bonus.target"),
@@ -193,7 +200,8 @@ def test_a_log_prob_pass_that_is_needed_is_not_skipped(
 
 def test_a_log_prob_pass_that_nobody_reads_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     path = f"model.path={ROOT / 'assets/tiny-adder'}"
-    for method in ("stare", "grpo", "dapo", "justrl", "cispo"):
+    uncentred = "{name: repo_r, centred: false, entropy_target: 0.3}"
+    for method in ("stare", "grpo", "dapo", "justrl", "cispo", "dg", "entropic", uncentred):
         assert main(["train", QUICKSTART, path, *LAGGED, f"algorithm={method}", "--dry-run"]) == 0
     assert "gate: lagged" in capsys.readouterr().out
 

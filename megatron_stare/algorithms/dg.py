@@ -83,4 +83,6 @@ class Dg(Reweighted):
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
         logged = super().metrics(statistics, state)
-        return logged if self.entropy_target is None else {**logged, "dg/gate": state["gate"]}
+        if self.entropy_target is not None:
+            logged |= {"dg/gate": state["gate"], "entropy/target": self.entropy_target}
+        return logged

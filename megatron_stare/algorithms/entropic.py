@@ -4,8 +4,9 @@ weighs right against wrong answers on the tokens of high probability.
     e = H - target        a = clip(K_p e + K_i sum of e, -1, 1)
     on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
 
-a is computed before the loss of the same step. As in the authors' code, the sum of e has no bound,
-so a long time off the target is paid back by as long a time on the other side.
+a is computed before the loss of the same step, unless the gate is lagged. As in the authors' code,
+the sum of e has no bound, so a long time off the target is paid back by as long a time on the other
+side.
 """
 
 from __future__ import annotations

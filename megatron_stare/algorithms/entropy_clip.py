@@ -6,8 +6,9 @@ by far more than most tokens do.
     Clip_V: A < 0 and -Phi > mu std Phi lose their loss, at most max(1, int(max_share N)) tokens
 
 Means and standard deviations (divided by N) are over the tokens of the whole batch. The removed
-tokens also leave the denominator, as in the authors' code. Their threshold of Clip_V is not
-centred. Where the standard deviation is below 1e-12, no token is removed.
+tokens also leave the denominator, as in the authors' code. The authors do not centre the threshold
+of Clip_V. Phi is that of the log-prob pass, whatever `statistics.surprisal` is. If the standard
+deviation is below 1e-12, no token is removed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from megatron_stare.records.batch_statistics import (
     threshold,
 )
 
-_FLAT = 1e-12  # a standard deviation below which all tokens count as equal
+# The authors' guard for tokens that are all equal. It covers the rounding of the float64 sums, not
+# that of float32 log-probs.
+_FLAT = 1e-12
 
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:

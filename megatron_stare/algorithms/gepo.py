@@ -64,7 +64,7 @@ class Gepo(Reweighted):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        return "GEPO's weights read the surprisals of the whole batch before the loss"
+        return "GEPO's first bounds come from the batch that they weigh"
 
     def initial_state(self) -> dict[str, float]:
         return {**super().initial_state(), "batches": 0.0, "low": 0.0, "high": 0.0}

@@ -5,9 +5,11 @@
     lambda = (F- - F+) / (F+ + F-)
     w = 1 + lambda on L+ and U-         w = 1 - lambda on U+ and L-
 
-Under these weights both sums become 2 F+ F- / (F+ + F-), so to first order a step on the sampling
-policy leaves the entropy as it is. The weights hold the entropy where it stands; they aim at no
-target. The paper was read in summaries only: F from the exact Phi of the whole batch is inferred.
+Under these weights both sums become 2 F+ F- / (F+ + F-). If all tokens have the same coefficient
+(token_mean, no importance correction), a step on the sampling policy therefore leaves the entropy
+as it is to first order. The weights hold the entropy where it stands; they aim at no target. The
+paper was read in summaries only: F from the exact Phi of the whole batch is inferred. Phi is that
+of the log-prob pass, whatever `statistics.surprisal` is.
 """
 
 from __future__ import annotations
@@ -61,10 +63,15 @@ class Opefo(Reweighted):
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         change, raising, lowering = self.sides(kept)
-        return {"opefo/raised": Sum(change, raising), "opefo/lowered": Sum(-change, lowering)}
+        # the Phi of a token that counts as common for its size may have the other sign; without the
+        # clamps, lambda could then leave [-1, 1]
+        return {
+            "opefo/raised": Sum(change.clamp_min(0), raising),
+            "opefo/lowered": Sum((-change).clamp_min(0), lowering),
+        }
 
     def imbalance(self, statistics: Statistics) -> Tensor:
-        """Returns lambda, 0-dim, or 0 if no token changes the entropy."""
+        """Returns lambda in [-1, 1], 0-dim, or 0 if no token changes the entropy."""
         raised = scalar(statistics, "opefo/raised").to(torch.float64)
         lowered = scalar(statistics, "opefo/lowered").to(torch.float64)
         whole = raised + lowered

@@ -5,10 +5,10 @@
 
 With zeta above 0, rare tokens of right answers gain weight, and rare tokens of wrong answers lose
 it. The paper centres L; the public code (a pull request to SkyRL) does not. With `entropy_target`,
-every step moves zeta before its loss is computed. Below the target, a positive zeta doubles and a
-negative one halves; above the target, the reverse. A zeta that would fall below `zeta_min` in size
-changes its sign. The controller's rule was read in the public code's description, so the order
-of its cases is inferred.
+every step moves zeta, before its loss is computed unless the gate is lagged. Below the target, a
+positive zeta doubles and a negative one halves; above the target, the reverse. A zeta that would
+fall below `zeta_min` in size becomes `zeta_min` with the other sign. The controller's rule was read
+in the public code's description, so the order of its cases is inferred.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class RepoR(Reweighted):
             raise ValueError("zeta_min must be above 0 and at most zeta_max")
         if self.entropy_target is not None and not self.entropy_target > 0:
             raise ValueError("entropy_target must be above 0 nats, or null")
+        if self.entropy_target is not None and abs(self.zeta) > self.zeta_max:
+            raise ValueError("zeta must lie within zeta_max of 0, if there is an entropy_target")
         refuse_two_targets(self.entropy_target, self.entropy_bonus)
 
     @property
@@ -99,4 +101,7 @@ class RepoR(Reweighted):
         return by_sign(batch.advantage, 1 - lean, 1 + lean).clamp_min(0)
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
-        return {**super().metrics(statistics, state), "repo_r/zeta": state["zeta"]}
+        logged = {**super().metrics(statistics, state), "repo_r/zeta": state["zeta"]}
+        if self.entropy_target is not None:
+            logged["entropy/target"] = self.entropy_target
+        return logged

@@ -109,7 +109,7 @@ METRICS = (
     Metric(
         "entropy/target",
         "nats",
-        "algorithm.entropy_target, which the gate compares entropy/mean with",
+        "algorithm.entropy_target, which a gate or controller compares with entropy/mean",
         "fixed",
     ),
 )

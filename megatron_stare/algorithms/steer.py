@@ -5,8 +5,10 @@ direction.
     linear:      w = w_max - (w_max - w_min) (|O| - min |O|) / (max |O| - min |O|)
     exponential: w = exp(-k |O|) >= w_min        k = -ln w_min / max(max |O|, floor)
 
-O is not the exact change Phi: O leaves out the rest of the vocabulary. Minimum and maximum are over
-the whole batch; the authors' code takes them per micro-batch. One outlier sets the scale for all
+O is not the exact change Phi: O leaves out the rest of the vocabulary. With `statistics.surprisal:
+current`, rho is the ratio of the loss and p that of the policy that is updated, as in the authors'
+code. By default p is that of the log-prob pass, and rho is 1. Minimum and maximum are over the
+whole batch; the authors' code takes them per micro-batch. One outlier sets the scale for all
 tokens. The authors' function defaults to the linear map, and their main script sets the exponential
 map with w_min of 0.8. If all |O| are equal, the linear map gives (w_min + w_max) / 2.
 """

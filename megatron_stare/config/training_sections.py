@@ -159,7 +159,7 @@ class StatisticsConfig(Section):
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",
         description=(
-            "source of surprisals, and of the entropies that STAPO and 20-Entropy select by: the"
+            "source of surprisals, and of the entropies that methods select or weigh tokens by: the"
             " log-prob pass (old); an extra pass over the mini-batch before each optimizer step"
             " (current); or, for surprisals only, the engine (rollout)"
         ),

@@ -3,10 +3,10 @@ thresholds in this way. The statistics of this module serve only for comparisons
 code.
 
 Thresholds and quantiles are computed from one micro-batch alone. The counts and means behind a
-threshold or quantile also come from this micro-batch alone. Two kinds of statistics still cover the
-whole batch: the number of tokens by which the loss is divided, and sums over a response or a prompt
-group. A prompt group may be spread over several micro-batches, so a sum within one micro-batch
-would miss a part of the group.
+threshold, quantile or weight also come from this micro-batch alone, and so do sums over all tokens
+and maxima. Two kinds of statistics still cover the whole batch: the number of tokens by which the
+loss is divided, and sums over a response or a prompt group. A prompt group may be spread over
+several micro-batches, so a sum within one micro-batch would miss a part of the group.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from megatron_stare.ops.statistics_executor import MAX_ROUNDS, answer
 from megatron_stare.records.batch_statistics import (
     Count,
+    Max,
     Mean,
     Quantile,
     Request,
@@ -116,7 +117,7 @@ def summary(
 
 
 def _is_own(name: str, request: Request) -> bool:
-    return isinstance(request, (TopK, Quantile, Count, Mean)) and name != DENOMINATOR
+    return isinstance(request, (TopK, Quantile, Count, Mean, Sum, Max)) and name != DENOMINATOR
 
 
 def _joined(requests: Sequence[Request]) -> Request:

@@ -358,6 +358,13 @@ def check_statistics(config: Config, method: Method) -> None:
             where="statistics.gate",
             fix=exact,
         )
+    if method.needs_second_moment:
+        raise ConfigError(
+            f"{config.algorithm.name} reads sums over the vocabulary of the log-prob pass, which"
+            " this setting skips",
+            where="statistics.gate",
+            fix=exact,
+        )
     if config.observability.entropy_forecast:
         raise ConfigError(
             "the entropy forecast is made from the log-prob pass, which this setting skips",

@@ -52,6 +52,14 @@ def test_the_configuration_is_accepted_and_names_its_source(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_numbers_beside_settings_in_the_text_are_the_defaults(name: str) -> None:
+    """Such as `mu` (2.5)."""
+    method = build_method({"name": name})
+    for setting, said in re.findall(r"`(\w+)` \(([\d.e-]+)\b", place_of(name)[1]):
+        assert float(said) == getattr(method, setting), setting
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_the_page_names_settings_that_exist(name: str) -> None:
     method = build_method({"name": name})
     fields = {f.name for f in dataclasses.fields(method)}

@@ -198,6 +198,7 @@ def test_equal_surprisals_and_minus_zero(name: str) -> None:
         ({"name": "gepo", "weight_high": 0.5}, "below weight_low"),
         ({"name": "gepo", "rate": 0}, "rate must lie in"),
         ({"name": "repo_r", "zeta_min": 0.1}, "at most zeta_max"),
+        ({"name": "repo_r", "zeta": -0.2, "entropy_target": 0.3}, "zeta must lie within zeta_max"),
         ({"name": "repo_r", "entropy_target": -1}, "entropy_target must be above 0 nats"),
         (
             {"name": "repo_r", "entropy_target": 0.2, "entropy_bonus": {"target": 0.2}},

@@ -22,6 +22,10 @@ REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
     "settings",
     [
         *({"name": name} for name in ("stare", "stapo", "twenty_entropy", "clip_cov", "kl_cov")),
+        {"name": "steer"},
+        {"name": "opefo"},
+        {"name": "clip_b", "mu": 0.5},
+        {"name": "clip_v", "mu": 0.3, "max_share": 0.1},
         {"name": "stare", "variant": "C3", "common": "bottom"},
         {"name": "stare", "variant": "C1", "rare_below": 0.1},
         {"name": "twenty_entropy", "candidates": "all"},

@@ -25,6 +25,7 @@ from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Statistics
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+REPO = {"name": "repo_r", "zeta": 0.05}
 # settings with which each changes something in a batch of a few dozen tokens
 NEWER: dict[str, dict[str, Any]] = {
     "clip_b": {"mu": 0.5},
@@ -95,6 +96,35 @@ def test_opefo_leaves_the_entropy_as_it_is_to_first_order() -> None:
     assert abs(entropy_after(own, 0.1)) < abs(entropy_after(plain, 0.1)) / 30
 
 
+def test_opefo_on_a_policy_that_is_nearly_uniform() -> None:
+    """Where every Phi is near 0, of either sign, lambda stays within [-1, 1]."""
+    method = Opefo()
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        batch = token_batch(MIXED, method=method, lengths=[1] * 8, seed=seed)
+        log_p = (0.02 * torch.randn(8, 4000, generator=generator)).log_softmax(-1)
+        p = log_p.exp()
+        batch.old_log_prob, batch.entropy = log_p[:, 0], -(p * log_p).sum(-1)
+        batch.sum_p2, batch.sum_p2_log_p = (p * p).sum(-1), (p * p * log_p).sum(-1)
+        assert -1 <= float(method.imbalance(ask(method, batch))) <= 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"name": "dg", "entropy_target": 0.3}, {"name": "entropic"}, {**REPO, "entropy_target": 0.3}],
+    ids=lambda settings: settings["name"],
+)
+def test_a_controller_reads_the_entropy_of_all_tokens_with_loss(settings: dict[str, Any]) -> None:
+    """Also of those that a correction removes; and its target is logged."""
+    method = build_method({**settings, "correction": {"mode": "mask", "low": 0.95, "high": 1.05}})
+    batch = token_batch(MIXED, method=method)
+    statistics = ask(method, batch)
+    assert float(statistics["with_loss"]) < len(batch.index)
+    torch.testing.assert_close(float(statistics["entropy"]), float(batch.entropy.double().mean()))
+    logged = method.metrics(statistics, state_of(method, statistics))
+    assert logged["entropy/target"] == method.entropy_target
+
+
 def test_opefo_where_no_token_changes_the_entropy() -> None:
     method = Opefo()
     batch = token_batch([1.0] * 8, method=method)
@@ -128,6 +158,8 @@ def test_repo_r_doubles_halves_and_changes_its_sign() -> None:
     want = [0.04, 0.05, 0.025, 0.0125, -0.01, -0.02, -0.04, -0.04, -0.04, -0.02, -0.01, 0.01]
     found = [float(state["zeta"]) for state in controlled(method, entropies)]
     assert found == pytest.approx(want)
+    tiny = RepoR(zeta=1e-5, zeta_min=0.01, entropy_target=1.0)
+    assert float(controlled(tiny, [0.5])[0]["zeta"]) == 0.01
     fixed = RepoR(zeta=0.02)
     assert float(controlled(fixed, [0.5])[0]["zeta"]) == 0.02
 
@@ -226,6 +258,15 @@ def test_no_gradient_flows_through_a_weight() -> None:
     own = loss_and_gradient(Own(), batch)[1]
     plain = loss_and_gradient(Grpo(aggregation="token_mean", clip_high=0.28), batch)[1]
     torch.testing.assert_close(own, plain * batch.log_prob.detach().exp())
+
+
+def test_steer_clamps_the_ratio_as_the_loss_does() -> None:
+    batch = token_batch([1.0, 0.0], group_size=2, lengths=[1, 1])
+    batch.old_log_prob, batch.entropy = torch.tensor([-800.0, -1.0]), torch.tensor([0.3, 0.3])
+    batch.selection_log_prob = torch.tensor([-0.5, -1.0])
+    batch.advantage = torch.tensor([1.0, -1.0])
+    found = Steer().change(batch)[0]
+    assert float(found) == pytest.approx(math.exp(20) * (1 - math.exp(-0.5)) * 0.2)
 
 
 def test_steer_where_all_changes_are_equal_or_small() -> None:

@@ -29,8 +29,9 @@ from megatron_stare.records.batch_statistics import Threshold, TopK
 NEAR = 1e-5  # of a threshold: close enough for rounding to decide
 TIMEOUT_S = 300
 
-# log-probs and entropies [M] of the whole batch in canonical order; 0 without loss
-Scores = tuple[Tensor, Tensor]
+# columns [M] of the whole batch in canonical order, see SCORES; 0 without loss
+Scores = tuple[Tensor, ...]
+SCORES = ("old_log_prob", "entropy", "sum_p2", "sum_p2_log_p")  # the sums where they are computed
 
 
 def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str, Any]:
@@ -82,11 +83,12 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
             everywhere = len(batch.loss_mask)
             found["scores"] = tuple(
                 score.new_zeros(everywhere).index_copy_(0, own.index, score)
-                for score in (own.old_log_prob, own.entropy)
+                for name in SCORES
+                if (score := getattr(own, name)) is not None
             )
         else:
-            log_prob, entropy = (score[own.index] for score in scores)
-            given = replace(own, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
+            columns = dict(zip(SCORES, (score[own.index] for score in scores), strict=False))
+            given = replace(own, log_prob=columns["old_log_prob"], **columns)
             worker.step.measured = replace(measured, tokens=_moved(given, case))
             worker.measure(state)
             found["given"], _ = _selections(worker)
