@@ -20,8 +20,11 @@ from megatron_stare.cluster.trainer_group import TrainerGroup
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.checkpoint_proof import FILE as SELF_TEST
 from megatron_stare.driver.checkpoint_proof import SelfTest
+from megatron_stare.errors import DataError
 from megatron_stare.process.interruption import uninterrupted
 from megatron_stare.records.metric import Metric
+from megatron_stare.rollout.sources.calls import CALLS, forget_calls
+from megatron_stare.rollout.sources.kept import from_bytes
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import (
     EVAL_FILE,
@@ -167,6 +170,19 @@ class Checkpoints:
             )
         steps = [step_of(checkpoint) for checkpoint in self._dir.checkpoints()]
         self._dir.forget(Retention.of(self._config).leaves(steps, found))
+        journal, left = self._dir.path / CALLS, self._dir.checkpoints()
+        if journal.is_dir() and left:
+            with contextlib.suppress(DataError):  # a damaged checkpoint: keep the journal
+                forget_calls(journal, first_step_asked(left[0]))
+
+
+def first_step_asked(checkpoint: Path) -> int:
+    """Returns the first step whose tool calls a run that resumes from the checkpoint may ask for:
+    the checkpoint's own step, or an earlier one in which a response began that is still in flight.
+    Raises DataError if the checkpoint's state cannot be read."""
+    kept = from_bytes(RunState.read(checkpoint).kept)
+    begun = [response.step for group in kept for response in group]
+    return min([step_of(checkpoint), *begun])
 
 
 @dataclass(frozen=True)

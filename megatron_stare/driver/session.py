@@ -195,6 +195,7 @@ class Session:
         self.agreement.restore(self.monitor.resumed)
         self.guards = Guards(self.config.faults.guards, self.config.model.dtype)
         self.guards.restore(self.monitor.resumed)
+        self.monitor.resumed = []
         self.colocation = Colocation(self.config, self.ranks, self.engines)
         self.checkpoints = Checkpoints(self.config, self.ranks, self.dir, self.monitor.note)
         saves = Saves(

@@ -17,7 +17,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -240,6 +240,7 @@ class Tools(Environment):
         self._call_seconds, self._seconds = call_seconds, seconds
         self._characters = answer_characters
         self._threads = ThreadPoolExecutor(THREADS, "tool")
+        self._held: set[Future[Any]] = set()  # calls that outlast their time
         self._tools: dict[str, Tool] = {}
         for kind in kinds:
             if kind.function is code_interpreter:
@@ -281,6 +282,7 @@ class Tools(Environment):
                 {
                     "turn": number,
                     "name": call.name if isinstance(call, Call) else None,
+                    "known": isinstance(call, Call) and call.name in self._tools,
                     "asked": dict(call.arguments) if isinstance(call, Call) else call.text,
                     "answer": answer.text,
                     "failed": answer.failed,
@@ -370,6 +372,20 @@ class Tools(Environment):
 
         return run
 
+    def _require_threads(self, tool: str, thread: Future[Any]) -> None:
+        """Counts a call that goes on in its thread after its time. Raises UserError once half of
+        the threads are held by such calls, as the others would soon be, and every later call would
+        time out."""
+        self._held.add(thread)
+        self._held = {each for each in self._held if not each.done()}
+        if len(self._held) >= THREADS // 2:
+            raise UserError(
+                f"{len(self._held)} calls of tools go on in their threads after their"
+                f" {self._call_seconds:g} seconds, the newest one a call of {tool!r}",
+                where=WHERE,
+                fix="let the function give up by itself, for example by a timeout of its requests",
+            )
+
     def _in_threads(self, kind: ToolKind) -> Callable[..., Awaitable[Answer]]:
         called: Any = kind.function
         if not inspect.isroutine(called) and not isinstance(called, functools.partial):
@@ -377,7 +393,7 @@ class Tools(Environment):
         wants_id = CALL_ID in inspect.signature(called).parameters
 
         async def run(arguments: Mapping[str, Any], call: str) -> Answer:
-            begun = time.monotonic()
+            begun, thread = time.monotonic(), None
             asked = functools.partial(
                 validate_call(called), **arguments, **({CALL_ID: call} if wants_id else {})
             )
@@ -385,7 +401,8 @@ class Tools(Environment):
                 if inspect.iscoroutinefunction(called):
                     working = asked()
                 else:
-                    working = asyncio.get_running_loop().run_in_executor(self._threads, asked)
+                    thread = self._threads.submit(asked)
+                    working = asyncio.wrap_future(thread)
                 said = await asyncio.wait_for(working, self._call_seconds)
                 text, failed = (
                     said if isinstance(said, str) else json.dumps(said, default=str),
@@ -393,6 +410,8 @@ class Tools(Environment):
                 )
             except asyncio.TimeoutError:  # not yet the built-in one in Python 3.10
                 text, failed = f"Error: no answer in {self._call_seconds:g} seconds", True
+                if thread is not None:
+                    self._require_threads(kind.name, thread)
             except UserError:  # for those who run the training
                 raise
             except Exception as error:  # for the policy

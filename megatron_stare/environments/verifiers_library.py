@@ -42,6 +42,7 @@ COLUMN = "verifiers"  # of a prompt: the task's number and its key
 SESSION, KEY = "X-Session-ID", "X-Run-Key"  # headers of a request
 RENDERER = "megatron_stare.environments.chat_renderer.ChatRenderer"
 _MODEL = "policy"
+FIRST, RECENT = 1_000, 5_000  # tasks of an endless taskset that are kept
 _log = logging.getLogger(__name__)
 
 
@@ -161,18 +162,29 @@ class Library:
         self.agents = list(self.environment.config.agent_harnesses())
         tasks = self.environment.taskset
         self._iterator = iter(tasks)
-        self._tasks: list[Any] = []
+        self._tasks: dict[int, Any] = {}  # by index
+        self._drawn = 0
         self.tasks: int | None = None
         if not tasks.INFINITE:
-            self._tasks = list(self._iterator)
-            self.tasks = len(self._tasks)
+            self._tasks = dict(enumerate(self._iterator))
+            self.tasks = self._drawn = len(self._tasks)
             if not self._tasks:
                 raise ConfigError(f"the taskset {taskset!r} has no tasks", where=WHERE)
 
     def task(self, at: int) -> Any:
-        """Returns the task with index `at` in the taskset, a `verifiers.v1.Task`."""
-        while len(self._tasks) <= at:
-            self._tasks.append(next(self._iterator))
+        """Returns the task with index `at` in the taskset, a `verifiers.v1.Task`. Of an endless
+        taskset, the first tasks, which evaluations repeat, and the newest ones are kept. Raises
+        DataError for a task that is no longer kept."""
+        while self._drawn <= at:
+            self._tasks[self._drawn] = next(self._iterator)
+            if (old := self._drawn - RECENT) >= FIRST:
+                del self._tasks[old]
+            self._drawn += 1
+        if at not in self._tasks:
+            raise DataError(
+                f"task {at} of an endless taskset is gone after {RECENT:,} later ones",
+                where="rollout.environment",
+            )
         return self._tasks[at]
 
 

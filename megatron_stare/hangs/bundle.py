@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_stare.hangs.hang_facts import Facts, ProcessFacts
 from megatron_stare.hangs.verdict import Verdict, main_frames
+from megatron_stare.hangs.vigil import MOST
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, Beat
 
 ROWS, WIDTH = 13, 118
@@ -111,9 +112,12 @@ def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
 
     Args:
         shown: text of the screen.
-        flights: folder of NCCL's dumps.
+        flights: folder of NCCL's dumps. The dumps of many ranks are large, so a run that has MOST
+            bundles gets no more of them.
     """
     here = Path(tempfile.mkdtemp(prefix="megatron-stare-blackbox-"))
+    if sum(1 for _ in wanted.parent.glob("*")) >= MOST:
+        flights = None
     fill(here, facts, shown.replace(str(wanted), "this folder"), flights)
     done: list[Path] = []
 

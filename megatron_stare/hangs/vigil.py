@@ -15,7 +15,9 @@ from pathlib import Path
 from megatron_stare.hangs import proc_files
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
-MOST = 20  # bundles per run; a run that seems to hang more often has wrong limits
+# bundles of one start of a run, and bundles with NCCL's dumps of all starts; a run that seems to
+# hang more often has wrong limits
+MOST = 20
 # further limits granted to a run that waits for a CPU; then it is reported
 STARVED = 9.0
 LATE = 2.0  # ticks by which a look may be late before the machine counts as held up

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = "MEGATRON_STARE_OUTPUT"  # environment variable with the folder, for workers
-TAIL_BYTES = 1 << 20  # of a server's log
+TAIL_BYTES = 200_000  # of a server's log, at each of its ends
 
 
 @contextlib.contextmanager

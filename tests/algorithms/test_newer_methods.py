@@ -97,7 +97,7 @@ def test_opefo_leaves_the_entropy_as_it_is_to_first_order() -> None:
 
 
 def test_opefo_on_a_policy_that_is_nearly_uniform() -> None:
-    """Where every Phi is near 0, of either sign, lambda stays within [-1, 1]."""
+    """Every Phi is near 0, of either sign, and lambda stays within [-1, 1]."""
     method = Opefo()
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)

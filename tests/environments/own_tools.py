@@ -103,3 +103,13 @@ def no_type(text) -> str:
         text: anything
     """
     return text
+
+
+def reads(path: str) -> str:
+    """Reads a file, or waits for the other end of a pipe.
+
+    Args:
+        path: of the file
+    """
+    with open(path) as file:
+        return file.read()

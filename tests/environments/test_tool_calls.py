@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +23,7 @@ from support.runs import environment as shell
 
 from megatron_stare.commands.bisect.rerun import prepare
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.checkpoints import Checkpoints
 from megatron_stare.environments.environment import CallFailedError, Environment, Response
 from megatron_stare.errors import DataError, UserError
 from megatron_stare.records.batch import Prompt, SamplingParams
@@ -29,10 +31,11 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
-from megatron_stare.rollout.sources.calls import CallJournal, ResponseKey
+from megatron_stare.rollout.sources.calls import CALLS, CallJournal, ResponseKey
 from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
 from megatron_stare.rollout.sources.rollout_source import Rollouts
 from megatron_stare.rollout.sources.under_way import UnderWay
+from megatron_stare.run_dir.run_state import RunDir, RunState
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3, step=1, stop_token_ids=(1,))
@@ -414,6 +417,45 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     file.write_text("".join([first, first[5:], *rest]))
     with pytest.raises(DataError, match=r"step_000001.jsonl:2: not a line of the journal"):
         rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(1), 1, PARAMS)
+
+
+@pytest.mark.parametrize("in_flight", [None, 2])
+def test_files_stay_as_long_as_a_kept_checkpoint_needs_them(
+    tmp_path: Path, in_flight: int | None
+) -> None:
+    """The older of the two kept checkpoints is of step 4; in its state a response is in flight that
+    began in step 2, or none is."""
+    config = CONFIG.model_copy(
+        update={
+            "run": CONFIG.run.model_copy(
+                update={"dir": str(tmp_path / "run"), "keep_checkpoints": 2}
+            ),
+            "checkpoint": CONFIG.checkpoint.model_copy(update={"self_test": False}),
+        }
+    )
+    run = RunDir.create(config)
+    ranks = SimpleNamespace(save=lambda *_: None, wait_saved=lambda _: None, finish_save=dict)
+    checkpoints, folder = Checkpoints(config, ranks, run), run.path / CALLS  # type: ignore[arg-type]
+    folder.mkdir()
+    for step in range(1, 9):
+        (folder / f"step_{step:06d}.jsonl").write_text("")
+    (folder / "notes.jsonl").write_text("a user's own")
+    kept = b"" if in_flight is None else to_bytes([[UnderWay(prompts(1)[0], 0, in_flight)]])
+    for step in (2, 4, 6):
+        checkpoints.save(RunState(step=step, kept=kept if step == 4 else b""))
+        checkpoints.finish()
+    left = sorted(file.name for file in folder.iterdir())
+    assert left == ["notes.jsonl", *(f"step_{n:06d}.jsonl" for n in range(in_flight or 4, 9))]
+    run.close()
+
+
+def test_calls_of_responses_that_are_not_needed_are_forgotten() -> None:
+    """Once a group is enough, the others are cancelled, between calls or before their verdict."""
+    environment, journal = Search(), CallJournal()
+    made = rollouts(environment, journal)
+    answered = asyncio.run(made.made(prompts(), 2, PARAMS, enough=lambda group: True))
+    assert len(answered) < 6 and len(environment.asked) > 2 * len(answered)
+    assert not any(journal._steps.values())
 
 
 def test_a_response_that_is_given_up_names_no_experts() -> None:

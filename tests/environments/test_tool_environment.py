@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from transformers import AutoTokenizer
 
 from megatron_stare.config.schema import Config
 from megatron_stare.data.encode import PromptEncoder
+from megatron_stare.environments import tools as tools_module
 from megatron_stare.environments.environment import Turn, make_environment
 from megatron_stare.environments.tools import FolderSearch, Tools
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.observability.metrics.step_metrics import tool_metrics
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
@@ -289,6 +291,42 @@ def test_no_text_of_a_tool_is_a_token_of_the_template() -> None:
 
     assert counts(found) == counts(plain)
     assert "im_end" in answers(found)[0]
+
+
+def test_tools_that_the_policy_makes_up_share_one_metric() -> None:
+    script = Script(*(call(f"invented_{n}", text="x") for n in range(3)), call("add", first=1), "d")
+    found = tool_metrics([run(tools(), script)])
+    names = {name: value for name, value in found.items() if "calls_of" in name}
+    assert names == {"tools/calls_of_unknown": 3.0, "tools/calls_of_add": 1.0}
+
+
+def test_functions_that_never_return_end_the_run_before_all_threads_are_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are four threads. The first call that goes on after its time is an answer to the
+    policy; the second ends the run. A call that does return gives its thread back."""
+    monkeypatch.setattr(tools_module, "THREADS", 4)
+    pipes = [str(tmp_path / f"pipe{n}") for n in range(3)]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    environment = tools(tools=[f"{OWN}:reads"], call_seconds=0.05)
+
+    def asks(pipe: str) -> Trajectory:
+        return run(environment, Script(call("reads", path=pipe), "d"))
+
+    def lets_go(pipe: str) -> None:
+        with open(pipe, "w") as end:
+            end.write("x")
+
+    assert answers(asks(pipes[0])) == ["Error: no answer in 0.05 seconds"]
+    lets_go(pipes[0])
+    (held,) = environment._held
+    assert held.result(timeout=60) == "x"
+    assert answers(asks(pipes[1])) == ["Error: no answer in 0.05 seconds"]
+    with pytest.raises(UserError, match=r"2 calls of tools go on .* a call of 'reads'"):
+        asks(pipes[2])
+    for pipe in pipes[1:]:
+        lets_go(pipe)
 
 
 def test_metrics_and_stored_responses_have_the_calls() -> None:

@@ -5,6 +5,7 @@ tests/peers/test_verifiers_library.py runs the library itself."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import make_source
+from megatron_stare.environments import verifiers_library
 from megatron_stare.environments.chat import ChatFormat
 from megatron_stare.environments.environment import Turn, make_environment
 from megatron_stare.environments.verifiers_library import Episode
@@ -109,6 +111,19 @@ def test_without_the_library_the_run_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="is not installed") as refused:
         make_environment(config.rollout.environment, config, TOKENIZER)
     assert refused.value.fix == 'pip install "megatron-stare[verifiers]"'
+
+
+def test_an_endless_taskset_keeps_its_first_and_its_newest_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verifiers_library, "FIRST", 3)
+    monkeypatch.setattr(verifiers_library, "RECENT", 4)
+    library = verifiers_library.Library.__new__(verifiers_library.Library)
+    library._iterator, library._tasks, library._drawn = itertools.count(), {}, 0  # type: ignore[assignment]
+    assert [library.task(at) for at in (0, 2, 20, 17, 1, 20, 23)] == [0, 2, 20, 17, 1, 20, 23]
+    assert sorted(library._tasks) == [0, 1, 2, 20, 21, 22, 23]
+    with pytest.raises(DataError, match="task 19 of an endless taskset is gone after 4 later"):
+        library.task(19)
 
 
 def test_the_library_s_tasks_need_an_environment_of_the_library() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_stare.hangs.bundle import WIDTH, screen
+from megatron_stare.hangs.bundle import WIDTH, screen, write
 from megatron_stare.hangs.hang_facts import (
     Facts,
     Frame,
@@ -19,6 +20,7 @@ from megatron_stare.hangs.hang_facts import (
 )
 from megatron_stare.hangs.node_facts import parsed_stacks
 from megatron_stare.hangs.verdict import collective, main_frames, verdict
+from megatron_stare.hangs.vigil import MOST
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, Beat
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -375,3 +377,18 @@ def test_what_py_spy_writes_is_read() -> None:
         "process_info": null}]"""
     frames = (Frame("wait", "threading.py", 355), Frame("<module>", "x.py", 1, own=True))
     assert parsed_stacks(told) == [Thread("140", frames, holds_interpreter=True)]
+
+
+def test_a_run_with_many_bundles_gets_no_more_dumps(tmp_path: Path) -> None:
+    """NCCL's dumps are left out; the facts are written all the same."""
+    flights = tmp_path / "flights"
+    flights.mkdir()
+    (flights / "rank0").write_bytes(b"dump")
+    found = []
+    for number in range(MOST + 1):
+        wanted = tmp_path / "run/blackbox" / f"step_{number:06d}_update"
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        written = write(facts(rank(0)), "the screen", flights, wanted)
+        assert written == wanted and (written / "facts.json").exists()
+        found.append((written / "nccl" / "rank0").exists())
+    assert found == [True] * MOST + [False]

@@ -24,6 +24,7 @@ from megatron_stare.config.schema import Config, MoeConfig, RuntimeConfig, SGLan
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import Latent
+from megatron_stare.rollout.engines.sglang import server
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION, copied_rows
 from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
@@ -76,6 +77,16 @@ def config(**sglang):
             "sglang": {"python": sys.executable, **sglang},
         }
     )
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "LOG_BYTES", 20)
+    process = server.ServerProcess.__new__(server.ServerProcess)
+    process._log = tmp_path / "server.log"
+    assert process._said() == ""
+    for text, said in (("short\n", "short\n"), ("x" * 90 + "\nlast words\n", "last words\n")):
+        process._log.write_text(text)
+        assert process._said() == said
 
 
 def test_the_command_line_of_a_server_on_gpus():

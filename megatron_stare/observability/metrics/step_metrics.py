@@ -78,7 +78,10 @@ METRICS = (
     ),
     Metric("tools/turns", "turns", "mean turns of a response", "below the environment's max_turns"),
     Metric(
-        "tools/calls_of_<tool>", "calls", "mean calls of this tool in a response", "as tools/calls"
+        "tools/calls_of_<tool>",
+        "calls",
+        "mean calls of this tool in a response; of `unknown`: of tools that do not exist",
+        "as tools/calls",
     ),
     Metric(
         "group/degenerate",
@@ -242,7 +245,12 @@ def tool_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
     calls = [call for sample in samples for call in sample.calls]
     if not calls and all(sample.turns == 1 for sample in samples):
         return {}
-    by_tool = Counter(call["name"] for call in calls if call["name"] is not None)
+    # the policy may make up any number of names
+    by_tool = Counter(
+        call["name"] if call.get("known", True) else "unknown"
+        for call in calls
+        if call["name"] is not None
+    )
 
     def share(key: Callable[[Mapping[str, Any]], float]) -> float:
         return sum(map(key, calls)) / len(calls) if calls else float("nan")

@@ -5,12 +5,14 @@ If a response is cut, or if a resumed run makes the response again, the response
 again. An environment that runs again receives the earlier answers of its tools from this journal.
 No tool call therefore takes effect twice, and no tool's answer changes. The journal has one file
 per step. The calls of a response are in the file of the step in which the response began. Each line
-of the journal is on disk before the run proceeds.
+of the journal is on disk before the run proceeds. Files that no kept checkpoint needs are removed
+with the checkpoints (driver/checkpoints.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -23,6 +25,16 @@ from megatron_stare.errors import DataError, UserError
 from megatron_stare.weights.files.staging import sync_entry
 
 CALLS = "calls"  # folder of the journal in the run directory
+
+
+def forget_calls(folder: Path, before: int) -> None:
+    """Removes the journal's files of the steps before `before`. A file that cannot be removed
+    stays."""
+    for file in folder.glob("step_*.jsonl"):
+        number = file.stem.removeprefix("step_")
+        if number.isdigit() and int(number) < before:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 class ResponseKey(NamedTuple):

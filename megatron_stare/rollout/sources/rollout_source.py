@@ -314,6 +314,7 @@ class Rollouts:
             except asyncio.CancelledError:
                 if given_up:
                     judging.give_up(prompt.cursor)
+                    self.calls.forget(response.key)
                     return
                 raise
             finally:
@@ -321,11 +322,14 @@ class Rollouts:
                 serving.leave()
             made += 1
             progress(made, len(responses))
+            kept = True
             if trajectory is response.trajectory:
                 await judging.without(prompt)
-            elif not await judged(response, turns, trajectory, judging):
-                return
+            else:
+                kept = await judged(response, turns, trajectory, judging)
             self.calls.forget(response.key)
+            if not kept:
+                return
             verified(trajectory)
             group = groups[prompt.cursor]
             group.append(trajectory)

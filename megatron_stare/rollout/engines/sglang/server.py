@@ -39,6 +39,7 @@ PROBE_EVERY_S = 0.5
 PROBE_S = 10.0  # time limit of one probe, after which the process is checked
 LEAVE_S = 5.0  # time from the request to exit until the process group is killed
 LOG_TAIL_BYTES = 3000
+LOG_BYTES = 1 << 20
 TAKEN = "address already in use"
 RANKS = "sglang"  # prefix of the names of the ranks' processes
 
@@ -157,8 +158,13 @@ class ServerProcess:
         return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
 
     def _said(self) -> str:
-        with contextlib.suppress(OSError):
-            return self._log.read_bytes().decode(errors="replace")
+        """Returns the end of the server's log, at most LOG_BYTES of whole lines. SGLang logs all
+        the time, so the file of a long run is large."""
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            before = max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0)
+            log.seek(before)
+            said = log.read()
+            return said[said.find(b"\n") + 1 if before else 0 :].decode(errors="replace")
         return ""
 
     def kill(self) -> None:
