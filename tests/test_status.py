@@ -26,11 +26,12 @@ from megatron_stare.cli import main
 from megatron_stare.commands import views
 from megatron_stare.commands.status import Status, status_of
 from megatron_stare.commands.views import as_text
+from megatron_stare.errors import DataError
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.report.rollouts_page import stored_responses, write_rollouts
 from megatron_stare.run_dir.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
 from megatron_stare.run_dir.json_lines import write_atomically
-from megatron_stare.run_dir.run_files import LOCK_FILE, read_run
+from megatron_stare.run_dir.run_files import LOCK_FILE, Rereading, read_run
 from megatron_stare.run_dir.run_state import refuse_busy
 
 INLINE = {
@@ -313,3 +314,22 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
     # those that were made again stand once
     assert steps_stored(run) == dict.fromkeys(range(1, 7), 4)
     assert write_rollouts([run], tmp_path / "rollouts.html").stat().st_size > 10_000
+
+
+def test_a_run_is_read_again_only_after_a_file_has_changed(tmp_path: Path) -> None:
+    read = Rereading()
+    with pytest.raises(DataError, match="not a run directory"):
+        read(tmp_path)
+    for name, text in (
+        ("metrics.jsonl", '{"step": 1, "reward/mean": 0.5}\n'),
+        ("eval.jsonl", '{"step": 1, "weights": "base"}\n'),
+        ("config.yaml", "run: {name: told}\n"),
+        ("starts.jsonl", '{"step": 0}\n'),
+    ):
+        (tmp_path / name).write_text(text)
+        run = read(tmp_path)
+        assert vars(run) == vars(read_run(tmp_path))
+        assert read(tmp_path) is run
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 2, "reward/mean": 0.75}\n')
+    assert [row["step"] for row in read(tmp_path).metrics] == [1, 2]

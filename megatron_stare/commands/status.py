@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,18 +97,24 @@ class Status:
     again: str = ""
 
 
-def status_of(run_dir: Path, now: float | None = None, here: str | None = None) -> Status:
+def status_of(
+    run_dir: Path,
+    now: float | None = None,
+    here: str | None = None,
+    read: Callable[[Path], RunRecord] = read_run,
+) -> Status:
     """Reads the status of a run.
 
     Args:
         now: the time, seconds since 1970. None means the current time.
         here: the name of this machine. None means the machine's host name.
+        read: reads the run directory.
 
     Raises:
         DataError: there is no run in this directory, or one of its files is damaged.
     """
     now = time.time() if now is None else now
-    run = read_run(run_dir)
+    run = read(run_dir)
     found = liveness(run, now, here)
     beat, steps = found.beat, run.setting("run.steps")
     step = int(run.metrics[-1]["step"]) if run.metrics else 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_stare.commands.status import Status, status_of
 from megatron_stare.errors import UserError
 from megatron_stare.observability.terminal.progress import clock
+from megatron_stare.run_dir.run_files import Rereading
 
 EVERY_S = 2.0
 _SAYS = {
@@ -56,9 +57,10 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def _watch(run_dir: Path, told: Callable[[Status], str], every_s: float, clear: bool) -> None:
+    read = Rereading()
     try:
         while True:
-            text = told(status_of(run_dir))
+            text = told(status_of(run_dir, read=read))
             print(f"\033[H\033[J{text}" if clear else text, flush=True)
             time.sleep(every_s)
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ unfinished, killed or never evaluated can be read too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,25 @@ def read_run(directory: Path) -> RunRecord:
         evals=_once(read_jsonl(directory / EVAL_FILE)),
         starts=read_jsonl(directory / STARTS_FILE),
     )
+
+
+class Rereading:
+    """Reads a run directory time and again, and its files only after one of them has changed."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[str, tuple[int, int]] | None = None
+        self._run: RunRecord | None = None
+
+    def __call__(self, directory: Path) -> RunRecord:
+        """Reads the run like `read_run`."""
+        stamps = {}
+        for name in (CONFIG_FILE, METRICS_FILE, EVAL_FILE, STARTS_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                found = (directory / name).stat()
+                stamps[name] = (found.st_mtime_ns, found.st_size)
+        if self._run is None or stamps != self._stamps:
+            self._run, self._stamps = read_run(directory), stamps
+        return self._run
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:

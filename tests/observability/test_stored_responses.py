@@ -15,6 +15,7 @@ import pytest
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.errors import DataError
+from megatron_stare.observability.report import rollouts_page
 from megatron_stare.observability.report.rollouts_page import (
     BLOCK,
     Stored,
@@ -23,7 +24,7 @@ from megatron_stare.observability.report.rollouts_page import (
     write_rollouts,
 )
 from megatron_stare.run_dir.json_lines import to_line, write_atomically
-from megatron_stare.run_dir.rollout_files import rollout_file
+from megatron_stare.run_dir.rollout_files import read_rollouts, rollout_file, rollout_files
 from megatron_stare.run_dir.run_files import read_run
 
 
@@ -119,6 +120,23 @@ def test_without_room_an_even_choice_is_kept_and_the_rest_counted(tmp_path: Path
     gaps = [after - before for before, after in itertools.pairwise(kept)]
     assert max(gaps) <= 8 and kept[-1] >= 36  # not the first quarter alone
     assert part.left_out == (160 - len(part), 0)
+
+
+def test_of_far_more_files_than_fit_only_some_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = read_run(
+        run_of(tmp_path / "run", [[response(step, i) for i in range(4)] for step in range(1, 41)])
+    )
+    files = rollout_files(run.directory / "rollouts")
+    read: list[Path] = []
+    monkeypatch.setattr(
+        rollouts_page, "read_rollouts", lambda file: (read.append(file), read_rollouts(file))[1]
+    )
+    size = sum(file.stat().st_size for file in files)
+    part = stored_responses(run, text_bytes=size // 16, number_bytes=0)
+    assert 8 <= len(read) <= 10 and read[0] == files[0] and read[-1] in files[-5:]
+    assert part.left_out[0] == 160 - len(part) and len(part) <= 4 * len(read)
 
 
 def test_without_room_for_numbers_the_texts_stay(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.report.page import TEMPLATES, write_page
@@ -34,6 +34,8 @@ BLOCK = 64  # responses
 BLOCK_CHARACTERS = 1_000_000  # size at which a block is closed, for texts and numbers alike
 TEXT_BYTES = 48_000_000  # per page and run, packed
 NUMBER_BYTES = 48_000_000
+READ = 4  # bytes of files that are read for a byte of room; files shrink to about half when packed
+T = TypeVar("T")
 HEAD, TAIL = 160, 70  # characters that the list shows of a prompt and of a response's end
 
 
@@ -138,12 +140,16 @@ def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
     """Reads the responses of a run, oldest first. If the responses exceed the size limit of the
-    page, blocks are dropped at even intervals over the steps of the run.
+    page, blocks are dropped at even intervals over the steps of the run. If the run's files are far
+    larger than the page may be, only some of the files are read.
 
     Raises:
         DataError: a rollout file is damaged.
     """
-    blocks = list(_blocks(run))
+    files = rollout_files(run.directory / ROLLOUTS_DIR)
+    sizes = [file.stat().st_size for file in files]
+    read = _evenly(files, sizes, READ * (text_bytes + number_bytes))
+    blocks = list(_blocks(run, read))
     kept = _evenly(blocks, [len(block.texts) for block in blocks], text_bytes)
     with_numbers = [block for block in kept if block.numbers]
     numbered = {
@@ -160,7 +166,11 @@ def stored_responses(
     without = sum(
         row["known"] for block in with_numbers if id(block) not in numbered for row in block.rows
     )
-    found.left_out = (sum(len(block.rows) for block in blocks) - len(found), without)
+    unread = sum(file.read_bytes().count(b"\n") for file in set(files).difference(read))
+    found.left_out = (
+        unread + sum(len(block.rows) for block in blocks) - len(found),
+        without,
+    )
     metrics = {row["step"]: row for row in run.metrics}
     for step in sorted(set(found.rows["step"])):
         why = selection_reasons(run.config.get("algorithm"), metrics.get(step))
@@ -202,8 +212,8 @@ def packed(value: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
-def _blocks(run: RunRecord) -> Iterator[_Block]:
-    for file in rollout_files(run.directory / ROLLOUTS_DIR):
+def _blocks(run: RunRecord, files: Sequence[Path]) -> Iterator[_Block]:
+    for file in files:
         yield from _cut(read_rollouts(file), TRAINING)
     for record in run.evals:
         task = f"evaluation, {record['task']}" if record.get("task") else "evaluation"
@@ -293,13 +303,13 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
     found.keys.append((row["task"], row["prompt"], row["step"], row["sample"]))
 
 
-def _evenly(blocks: Sequence[_Block], sizes: Sequence[int], room: int) -> list[_Block]:
-    """Returns all blocks if they fit into `room`. Otherwise returns the first block and as many
-    evenly spread blocks as fit."""
+def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
+    """Returns all blocks (or files) if they fit into `room`. Otherwise returns the first block and
+    as many evenly spread blocks as fit."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)
-    kept: list[_Block] = []
+    kept: list[T] = []
     used = seen = 0
     for block, size in zip(blocks, sizes, strict=True):
         seen += size
