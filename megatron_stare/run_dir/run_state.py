@@ -25,6 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
+from megatron_stare.config.engines_alone import SYNC_FOLDER
 from megatron_stare.config.formats import FIRST_WITH_CHECKSUMS, FORMAT, KEY, run_state_up_to_date
 from megatron_stare.config.load import dump_yaml
 from megatron_stare.config.schema import Config
@@ -170,8 +171,8 @@ class RunDir:
         self._lock.close()
 
     def forget_unfinished(self) -> None:
-        """Removes incomplete checkpoints."""
-        for leftover in (self.path / "checkpoints").glob("*.tmp"):
+        """Removes incomplete checkpoints, and weights for servers of a sync that was killed."""
+        for leftover in (*(self.path / "checkpoints").glob("*.tmp"), self.path / SYNC_FOLDER):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.runs import ROOT
 
+from megatron_stare.config.engines_alone import synced_in
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import DataError
 from megatron_stare.run_dir.run_state import RunDir, RunState
@@ -154,3 +155,24 @@ def test_a_checkpoint_is_completed_of_files_as_long_as_they_were_written(
         run.complete(staged, written)
     assert [each.name for each in run.checkpoints()] == ["step_000005"]
     run.close()
+
+
+def test_a_run_that_is_opened_again_removes_what_a_kill_left(tmp_path: Path) -> None:
+    """A checkpoint that was being written, and the files of a weight sync; nothing else."""
+    config = load_config(ROOT / "configs/quickstart.yaml", [f"run.dir={tmp_path / 'run'}"])
+    run = RunDir.create(config)
+    first = run.stage(RunState(step=5))
+    run.complete(first, {"part.bin": put(first.folder / "part.bin", b"weights")})
+    (run.stage(RunState(step=10)).folder / "part.bin").write_bytes(b"we")
+    weights = Path(synced_in(config, run.path).sglang.sync_folder or "")
+    (weights / "megatron-stare-weights-1").mkdir(parents=True)
+    (weights / "megatron-stare-weights-1" / "part.safetensors").write_bytes(b"weights")
+    run.close()
+    RunDir.reopen(run.path).close()
+    left = {str(file.relative_to(run.path)) for file in run.path.rglob("*") if file.is_file()}
+    assert {Path(name).parts[0] for name in left} == {".lock", "config.yaml", "checkpoints"}
+    assert {name for name in left if "step_" in name} == {
+        f"checkpoints/step_000005/{name}"
+        for name in ("part.bin", "run_state.json", "checksums.json")
+    }
+    assert not weights.exists()
