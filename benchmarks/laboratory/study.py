@@ -124,7 +124,9 @@ three choices, and the learning rate does not adapt. {trained}
 
 20-Entropy divides its loss by the tokens that it keeps, so its steps on them are about five times
 as long as those of the others at the same learning rate. DG multiplies each term by a weight
-between 0 and 1, so its steps are shorter.
+between 0 and 1, so its steps are shorter. Clip_V removes up to one token of a step, which is a far
+larger share of a batch here than in a large run. OPEFO and GEPO are not in the maps, because their
+formulas are inferred.
 
 ## Where methods differ from the first of each map
 """
