@@ -78,7 +78,8 @@ FIGURES = {
     "drift": "change of entropy, nats a unit step",
 }
 LESS_IS_BETTER = ("recovered", "held")
-CELL_W, CELL_H, GAP, LEFT, TOP = 66, 30, 26, 92, 70
+CELL_W, CELL_H, GAP, LEFT, TOP = 66, 30, 26, 92, 52
+HEAD = 48  # above the panels
 STYLE = """
 .bg{fill:#fff}.ink{fill:#1d2126}.soft{fill:#5b636c}.pos{--c:#2f66d0}.neg{--c:#b0319a}
 @media (prefers-color-scheme:dark){.bg{fill:#14161a}.ink{fill:#e7e9ec}.soft{fill:#a9b0b9}
@@ -184,7 +185,7 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
     columns = max(1, min(3, len(others), 1200 // width_of))
     rows = -(-len(others) // columns)
     height_of = TOP + len(across) * CELL_H + GAP
-    width, height = columns * width_of, rows * height_of + 26
+    width, height = columns * width_of, rows * height_of + HEAD
     values = [
         abs(cell[m]["over_first"][figure]["mean"])
         for cell in told["cells"].values()
@@ -197,21 +198,19 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
         f'<rect class="bg" width="{width}" height="{height}"/>'
         f'<text class="h ink" x="12" y="20">{escape(FIGURES[figure])}: difference to'
         f" {escape(NAMES[base])}</text>"
+        f'<text class="soft" x="12" y="40">rows: {escape(word(name, first))};'
+        f" columns: {escape(word(name, second))}</text>"
     ]
     for number, method in enumerate(others):
         x0 = (number % columns) * width_of
-        y0 = 26 + (number // columns) * height_of
+        y0 = HEAD + (number // columns) * height_of
         parts.append(
             f'<text class="h ink" x="{x0 + 12}" y="{y0 + 22}">{escape(NAMES[method])}</text>'
-        )
-        parts.append(
-            f'<text class="soft" x="{x0 + 12}" y="{y0 + 42}">rows: {escape(word(name, first))};'
-            f" columns: {escape(word(name, second))}</text>"
         )
         for j, b in enumerate(down):
             x = x0 + LEFT + j * CELL_W + CELL_W / 2
             parts.append(
-                f'<text class="soft" text-anchor="middle" x="{x}" y="{y0 + 60}">{b}</text>'
+                f'<text class="soft" text-anchor="middle" x="{x}" y="{y0 + 42}">{b}</text>'
             )
         for i, a in enumerate(across):
             y = y0 + TOP + i * CELL_H
