@@ -18,6 +18,7 @@ from megatron_stare.errors import DataError
 Tree = dict[str, Any]
 KEY = "format"
 FORMER_CACHE_TOKENS = 20_000
+FORMER_HOST = "127.0.0.1"
 # section names up to format 5, and the current names
 RENAMED = {
     "limits": "faults.requests",
@@ -63,13 +64,23 @@ def _cache_of_the_device(config: Tree) -> Tree:
     """Removes cache_tokens if its value is the default of format 2, which was meant for CPU
     servers. The default of cache_tokens is now null. On a CPU, null means the same size as the
     former default."""
-    sglang = config.get("sglang", {})
-    if sglang.get("cache_tokens") != FORMER_CACHE_TOKENS:
+    return _without_server_setting(config, "cache_tokens", FORMER_CACHE_TOKENS)
+
+
+def _address_that_is_used(config: Tree) -> Tree:
+    """Removes sglang.host if its value is the default up to format 6 and the engine has no servers.
+    The default of sglang.host is now null, so the recorded default would count as a setting that
+    nobody reads. A run with servers keeps the address that it had."""
+    if _has_servers(config):
         return config
-    return {
-        **config,
-        "sglang": {name: value for name, value in sglang.items() if name != "cache_tokens"},
-    }
+    return _without_server_setting(config, "host", FORMER_HOST)
+
+
+def _without_server_setting(config: Tree, name: str, value: object) -> Tree:
+    sglang = config.get("sglang", {})
+    if sglang.get(name) != value:
+        return config
+    return {**config, "sglang": {key: each for key, each in sglang.items() if key != name}}
 
 
 def _without_rollbacks(run_state: Tree) -> Tree:
@@ -127,12 +138,12 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 
 def without_former_defaults(config: Tree) -> Tree:
-    """Removes a former default of server settings if the engine has no servers. A user's file may
-    contain the default, because the file may be a copy of an old run's config.yaml without the
+    """Removes former defaults of server settings if the engine has no servers. A user's file may
+    contain the defaults, because the file may be a copy of an old run's config.yaml without the
     format number."""
     servers = config.get("sglang")
     return (
-        _cache_of_the_device(config)
+        _address_that_is_used(_cache_of_the_device(config))
         if isinstance(servers, Mapping) and not _has_servers(config)
         else config
     )
@@ -159,6 +170,7 @@ UPGRADES = (
     Upgrade(run_state=_of_unknown_inputs),  # from 3
     Upgrade(run_state=_without_rollbacks),  # from 4
     Upgrade(config=with_new_names),  # from 5
+    Upgrade(config=_address_that_is_used),  # from 6
 )
 FORMAT = 1 + len(UPGRADES)
 FIRST_WITH_CHECKSUMS = 4  # first format whose checkpoints contain checksums

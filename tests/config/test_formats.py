@@ -89,6 +89,36 @@ def test_a_cache_that_nobody_chose_is_the_devices(tmp_path: Path) -> None:
     assert (read(20_000), read(9_000), read(20_000, "local")) == (None, 9_000, None)
 
 
+@pytest.mark.parametrize("number", range(2, 7))
+def test_an_address_that_nobody_chose_is_dropped_where_no_server_is(
+    tmp_path: Path, number: int
+) -> None:
+    """Up to the sixth format, every run wrote the default of the address down."""
+
+    def read(host: str, engine: str) -> str | None:
+        tree = {
+            "format": number,
+            "model": {"path": "m"},
+            "rollout": {"engine": engine},
+            "sglang": {"host": host},
+        }
+        assert load_config(write(tmp_path / "config.yaml", tree)) == load_recorded(
+            tmp_path / "config.yaml"
+        )
+        return load_recorded(tmp_path / "config.yaml").sglang.host
+
+    assert read("127.0.0.1", "local") is None
+    assert read("127.0.0.1", "sglang") == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"sglang\.host is set, but"):
+        read("0.0.0.0", "local")
+
+
+def test_a_copy_of_an_old_runs_file_without_its_number_is_read(tmp_path: Path) -> None:
+    tree = {"model": {"path": "m"}, "sglang": {"host": "127.0.0.1", "cache_tokens": 20_000}}
+    config = load_config(write(tmp_path / "mine.yaml", tree))
+    assert config.sglang.host is None and config.sglang.cache_tokens is None
+
+
 OWN = {
     "limits": {"request_s": 7.0, "attempts": 2},
     "restarts": {"most": 1, "probe_s": 4.0},

@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"length_norm": 24},
     "entropic": {"probable_above": 0.2},
     "kl_cov": {"share": 0.1},
-    "repo_r": {"zeta": 0.2, "entropy_target": 5.0},
+    "repo_r": {"zeta": 0.2, "zeta_max": 0.4, "entropy_target": 5.0},
     "stapo": {"tau_p": 0.05},
     "stapo_stare": {"variant": "C2", "entropy_target": 5.0, "spurious": {"tau_p": 0.05}},
     "stare": {"variant": "C2", "entropy_target": 5.0, "adaptive": True},
