@@ -61,12 +61,17 @@ def files_of(commit: str, folder: Path) -> Path:
 
 def environment(root: Path) -> dict[str, str]:
     """In which `megatron_stare` is the one below `root`, and SGLang's environment that of this
-    checkout. A server does not inherit PYTHONPATH, and its environment has the package of this
-    checkout; so the baseline's Python is a script that sets it."""
+    checkout. Servers are started by this checkout's code for both sides: they do not inherit
+    PYTHONPATH, and the baseline's dies beside today's torchvision. The baseline's Python is
+    therefore a script that knows where the module is now."""
     sglang = os.environ.get("MEGATRON_STARE_SGLANG_PYTHON", str(ROOT / ".venv-sglang/bin/python"))
     if root != ROOT:
         script = root / "sglang_python.sh"
-        script.write_text(f'#!/bin/sh\nPYTHONPATH="{root}" exec "{sglang}" "$@"\n')
+        script.write_text(
+            '#!/bin/sh\ncase "$2" in megatron_stare.rollout.sglang.serve)\n'
+            'shift 2; set -- -m megatron_stare.rollout.engines.sglang.serve "$@";;\nesac\n'
+            f'exec "{sglang}" "$@"\n'
+        )
         script.chmod(0o755)
         sglang = str(script)
     return {**os.environ, "PYTHONPATH": str(root), "MEGATRON_STARE_SGLANG_PYTHON": sglang}
