@@ -63,7 +63,7 @@ fi
 # a server on its trainer's GPUs asks Ray for none, and is to see those that it is shown
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 # otherwise Ray's control store records the last 100,000 calls and grows for days
-export RAY_task_events_report_interval_ms="${RAY_task_events_report_interval_ms:-0}"
+export RAY_task_events_report_interval_ms=0
 start=("${ray[@]}" start --disable-usage-stats)
 if [ -n "${HEAD:-}" ]; then
     start+=("--address=$(address_of "$HEAD"):$RAY_PORT")
