@@ -109,3 +109,14 @@ def test_a_test_that_ends_pytest_itself_is_a_failure_and_the_others_run(project:
     files = json.loads((project / "table.json").read_text())["files"]
     (why,) = files["tests/test_a.py"]["failed"].values()
     assert "ended with 7" in why and files["tests/test_b.py"]["passed"] == 1
+
+
+def test_the_table_has_no_folders_of_the_machine() -> None:
+    said = (
+        "Command '['/a/b-1/.venv/bin/python', '--out=/tmp/p_0/k.json']' at http://127.0.0.1:3/x/y"
+    )
+    want = "Command '['python', '--out=k.json']' at http://127.0.0.1:3/x/y"
+    assert slow_shards.without_folders(said) == want
+    assert slow_shards.without_folders("1/2 of tests/test_a.py::test_b") == (
+        "1/2 of tests/test_a.py::test_b"
+    )

@@ -16,18 +16,16 @@ instead of 1, so that closing the gate hardly changes the size of a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
 from megatron_stare.algorithms.method import State
-from megatron_stare.algorithms.reweighted import Reweighted, weight_metric
+from megatron_stare.algorithms.reweighted import Steered, weight_metric
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
+from megatron_stare.records.batch_statistics import Statistics
 from megatron_stare.records.metric import Metric
 
 METRICS = (
@@ -37,7 +35,7 @@ METRICS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dg(Reweighted):
+class Dg(Steered):
     """Settings of DG, with the paper's temperature.
 
     eta: the temperature of the weights; small values make the weights 0 or 1.
@@ -48,33 +46,18 @@ class Dg(Reweighted):
     weight_metric: ClassVar[str] = "dg/weight"
 
     eta: float = 1.0
-    entropy_target: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.eta > 0:
             raise ValueError("eta must be above 0")
-        if self.entropy_target is not None and not self.entropy_target > 0:
-            raise ValueError("entropy_target must be above 0 nats, or null")
-        refuse_two_targets(self.entropy_target, self.entropy_bonus)
 
     def initial_state(self) -> dict[str, float]:
         return {**super().initial_state(), "gate": 1.0}
 
-    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        if self.entropy_target is None:
-            return {}
-        return {"entropy": Mean(batch.entropy, batch.loss_mask)}
-
-    def control(self, state: State, statistics: Statistics) -> State:
-        """Opens or closes the gate before the loss of the same step is computed. If the entropy is
-        not finite, the gate stays as it was."""
-        state = super().control(state, statistics)
-        if self.entropy_target is None:
-            return state
-        entropy = scalar(statistics, "entropy")
-        gate = (entropy < self.entropy_target).to(torch.float64)
-        return state | {"gate": torch.where(entropy.isfinite(), gate, state["gate"])}
+    def moved(self, state: State, above: Tensor) -> State:
+        """Opens or closes the gate."""
+        return {"gate": (above < 0).to(torch.float64)}
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         advantage = batch.advantage.detach()
@@ -83,6 +66,4 @@ class Dg(Reweighted):
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
         logged = super().metrics(statistics, state)
-        if self.entropy_target is not None:
-            logged |= {"dg/gate": state["gate"], "entropy/target": self.entropy_target}
-        return logged
+        return logged if self.entropy_target is None else {**logged, "dg/gate": state["gate"]}

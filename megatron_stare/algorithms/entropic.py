@@ -12,18 +12,16 @@ side.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
 from megatron_stare.algorithms.method import State
-from megatron_stare.algorithms.reweighted import Reweighted, by_sign, weight_metric
+from megatron_stare.algorithms.reweighted import Steered, by_sign, weight_metric
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
+from megatron_stare.records.batch_statistics import Statistics
 from megatron_stare.records.metric import Metric
 
 METRICS = (
@@ -38,7 +36,7 @@ METRICS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entropic(Reweighted):
+class Entropic(Steered):
     """Settings of EntroPIC.
 
     entropy_target: the mean entropy to hold, nats.
@@ -55,31 +53,18 @@ class Entropic(Reweighted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.entropy_target > 0:
-            raise ValueError("entropy_target must be above 0 nats")
         if self.proportional < 0 or self.integral < 0:
             raise ValueError("proportional and integral must be at least 0")
         if not 0 <= self.probable_above < 1:
             raise ValueError("probable_above must lie in [0, 1)")
-        refuse_two_targets(self.entropy_target, self.entropy_bonus)
 
     def initial_state(self) -> dict[str, float]:
         return {**super().initial_state(), "sum": 0.0, "alpha": 0.0}
 
-    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        return {"entropy": Mean(batch.entropy, batch.loss_mask)}
-
-    def control(self, state: State, statistics: Statistics) -> State:
-        """Moves the controller. If the entropy is not finite, the controller stays as it was."""
-        state = super().control(state, statistics)
-        error = scalar(statistics, "entropy").to(torch.float64) - self.entropy_target
-        total = state["sum"] + error
-        alpha = (self.proportional * error + self.integral * total).clamp(-1, 1)
-        finite = error.isfinite()
-        return state | {
-            "sum": torch.where(finite, total, state["sum"]),
-            "alpha": torch.where(finite, alpha, state["alpha"]),
-        }
+    def moved(self, state: State, above: Tensor) -> State:
+        total = state["sum"] + above
+        alpha = (self.proportional * above + self.integral * total).clamp(-1, 1)
+        return {"sum": total, "alpha": alpha}
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         bound = -math.log(self.probable_above) if self.probable_above > 0 else math.inf
@@ -87,8 +72,4 @@ class Entropic(Reweighted):
         return torch.where(batch.surprisal < bound, weights, 1.0)
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
-        return {
-            **super().metrics(statistics, state),
-            "entropic/alpha": state["alpha"],
-            "entropy/target": self.entropy_target,
-        }
+        return {**super().metrics(statistics, state), "entropic/alpha": state["alpha"]}

@@ -13,18 +13,16 @@ in the public code's description, so the order of its cases is inferred.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
 from megatron_stare.algorithms.method import State
-from megatron_stare.algorithms.reweighted import Reweighted, by_sign, weight_metric
+from megatron_stare.algorithms.reweighted import Steered, by_sign, weight_metric
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
+from megatron_stare.records.batch_statistics import Statistics
 from megatron_stare.records.metric import Metric
 
 METRICS = (
@@ -39,7 +37,7 @@ METRICS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepoR(Reweighted):
+class RepoR(Steered):
     """Settings of REPO-R.
 
     zeta: the coefficient, or its first value if there is an entropy target.
@@ -53,18 +51,14 @@ class RepoR(Reweighted):
     zeta: float = 0.01
     zeta_min: float = 1e-4
     zeta_max: float = 0.05
-    entropy_target: float | None = None
     centred: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.zeta_min <= self.zeta_max:
             raise ValueError("zeta_min must be above 0 and at most zeta_max")
-        if self.entropy_target is not None and not self.entropy_target > 0:
-            raise ValueError("entropy_target must be above 0 nats, or null")
         if self.entropy_target is not None and abs(self.zeta) > self.zeta_max:
             raise ValueError("zeta must lie within zeta_max of 0, if there is an entropy_target")
-        refuse_two_targets(self.entropy_target, self.entropy_bonus)
 
     @property
     def reads_log_prob_pass(self) -> str | None:
@@ -75,23 +69,13 @@ class RepoR(Reweighted):
     def initial_state(self) -> dict[str, float]:
         return {**super().initial_state(), "zeta": self.zeta}
 
-    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        if self.entropy_target is None:
-            return {}
-        return {"entropy": Mean(batch.entropy, batch.loss_mask)}
-
-    def control(self, state: State, statistics: Statistics) -> State:
-        state = super().control(state, statistics)
-        if self.entropy_target is None:
-            return state
-        gap = self.entropy_target - scalar(statistics, "entropy").to(torch.float64)
-        way, size = torch.sign(gap), state["zeta"].abs()
+    def moved(self, state: State, above: Tensor) -> State:
+        way, size = -torch.sign(above), state["zeta"].abs()
         grown = (2 * size).clamp(self.zeta_min, self.zeta_max)
         halved = size / 2
         against = torch.where(halved < self.zeta_min, way * self.zeta_min, -way * halved)
-        moved = torch.where(state["zeta"] * way > 0, way * grown, against)
-        # at the target, or without a finite entropy, keep the old value
-        return state | {"zeta": torch.where(gap.isfinite() & (gap != 0), moved, state["zeta"])}
+        zeta = torch.where(state["zeta"] * way > 0, way * grown, against)
+        return {"zeta": torch.where(above == 0, state["zeta"], zeta)}
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         likely = -batch.surprisal.to(torch.float64)
@@ -101,7 +85,4 @@ class RepoR(Reweighted):
         return by_sign(batch.advantage, 1 - lean, 1 + lean).clamp_min(0)
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
-        logged = {**super().metrics(statistics, state), "repo_r/zeta": state["zeta"]}
-        if self.entropy_target is not None:
-            logged["entropy/target"] = self.entropy_target
-        return logged
+        return {**super().metrics(statistics, state), "repo_r/zeta": state["zeta"]}

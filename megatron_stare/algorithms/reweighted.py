@@ -1,11 +1,13 @@
-"""Base of the methods that multiply each token's clipped loss by a weight of their own.
+"""Bases of the methods that multiply each token's clipped loss by a weight of their own, and of
+those among them whose weights depend on a target entropy.
 
-J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)        w >= 0, detached
+    J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)        w >= 0, detached
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,10 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.entropy_bonus import refuse_two_targets
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Statistics
+from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
 from megatron_stare.records.metric import Metric
 
 
@@ -40,6 +43,54 @@ class Reweighted(Grpo):
         weights = self.weights(batch, statistics, state).detach().to(base.loss.dtype)
         shares = {**base.shares, self.weight_metric: weights}
         return replace(base, loss=weights * base.loss, shares=shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steered(Reweighted):
+    """Settings of a method whose state follows the mean entropy of the batch's tokens that carry
+    loss.
+
+    entropy_target: the target entropy, nats. If `entropy_target` is null, the state does not move.
+    """
+
+    entropy_target: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.entropy_target is not None and not self.entropy_target > 0:
+            raise ValueError("entropy_target must be above 0 nats")
+        refuse_two_targets(self.entropy_target, self.entropy_bonus)
+
+    @abstractmethod
+    def moved(self, state: State, above: Tensor) -> State:
+        """Returns the new values of the state.
+
+        Args:
+            above: the entropy less the target, nats, 0-dim float64.
+        """
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        if self.entropy_target is None:
+            return {}
+        return {"entropy": Mean(batch.entropy, batch.loss_mask)}
+
+    def control(self, state: State, statistics: Statistics) -> State:
+        """Moves the state before the loss of the same step is computed. If the entropy is not
+        finite, the state stays as it was."""
+        state = super().control(state, statistics)
+        if self.entropy_target is None:
+            return state
+        above = scalar(statistics, "entropy").to(torch.float64) - self.entropy_target
+        return state | {
+            name: torch.where(above.isfinite(), value, state[name])
+            for name, value in self.moved(state, above).items()
+        }
+
+    def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
+        logged = super().metrics(statistics, state)
+        if self.entropy_target is not None:
+            logged["entropy/target"] = self.entropy_target
+        return logged
 
 
 def weight_metric(method: str, healthy: str) -> Metric:

@@ -192,6 +192,8 @@ def test_equal_surprisals_and_minus_zero(name: str) -> None:
         ({"name": "clip_b", "aggregation": "dr_grpo", "length_norm": 9}, "denominator"),
         ({"name": "clip_v", "max_share": 0}, "max_share in"),
         ({"name": "entropic", "entropy_target": 0}, "entropy_target must be above 0 nats"),
+        ({"name": "entropic", "entropy_target": None}, "entropy_target"),
+        ({"name": "dg", "entropy_target": 0.0}, "entropy_target must be above 0 nats"),
         ({"name": "entropic", "probable_above": 1}, "probable_above"),
         ({"name": "entropic", "integral": -1}, "proportional and integral"),
         ({"name": "entropic", "entropy_bonus": {"target": 0.2}}, "steer the same entropy"),
