@@ -77,8 +77,8 @@ def _address_that_is_used(config: Tree) -> Tree:
 
 
 def _without_server_setting(config: Tree, name: str, value: object) -> Tree:
-    sglang = config.get("sglang", {})
-    if sglang.get(name) != value:
+    sglang = config.get("sglang")
+    if not isinstance(sglang, Mapping) or sglang.get(name) != value:
         return config
     return {**config, "sglang": {key: each for key, each in sglang.items() if key != name}}
 
@@ -141,12 +141,7 @@ def without_former_defaults(config: Tree) -> Tree:
     """Removes former defaults of server settings if the engine has no servers. A user's file may
     contain the defaults, because the file may be a copy of an old run's config.yaml without the
     format number."""
-    servers = config.get("sglang")
-    return (
-        _address_that_is_used(_cache_of_the_device(config))
-        if isinstance(servers, Mapping) and not _has_servers(config)
-        else config
-    )
+    return config if _has_servers(config) else _address_that_is_used(_cache_of_the_device(config))
 
 
 @dataclass(frozen=True)

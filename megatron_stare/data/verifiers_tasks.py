@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 from megatron_stare.config.schema import Config
 from megatron_stare.data.generated import GeneratedPrompts, TaskProblem
 from megatron_stare.data.streams import Split, counter_hash
-from megatron_stare.environments.verifiers_library import COLUMN, opened_by
-
-EVALUATED = 1000  # tasks of an endless taskset that only evaluations use
+from megatron_stare.environments.verifiers_library import COLUMN, EVALUATED, opened_by
 
 
 class VerifiersTasks(GeneratedPrompts):

@@ -42,7 +42,9 @@ COLUMN = "verifiers"  # of a prompt: the task's number and its key
 SESSION, KEY = "X-Session-ID", "X-Run-Key"  # headers of a request
 RENDERER = "megatron_stare.environments.chat_renderer.ChatRenderer"
 _MODEL = "policy"
-FIRST, RECENT = 1_000, 5_000  # tasks of an endless taskset that are kept
+# tasks of an endless taskset: the first ones, which only evaluations use and which stay, and the
+# newest ones, which stay as long as they are so few
+EVALUATED, RECENT = 1_000, 5_000
 _log = logging.getLogger(__name__)
 
 
@@ -173,18 +175,23 @@ class Library:
 
     def task(self, at: int) -> Any:
         """Returns the task with index `at` in the taskset, a `verifiers.v1.Task`. Of an endless
-        taskset, the first tasks, which evaluations repeat, and the newest ones are kept. Raises
-        DataError for a task that is no longer kept."""
+        taskset, the first tasks, which evaluations repeat, and the newest ones are kept. A run that
+        goes back to an earlier checkpoint may ask for an older one; the taskset then begins anew.
+        Raises DataError if it then gives other tasks."""
+        if at < self._drawn and at not in self._tasks:
+            first = self._tasks[0]
+            self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0
+            if self.task(0).key != first.key:
+                raise DataError(
+                    "the taskset does not give the same tasks again",
+                    where=WHERE,
+                    fix="continue the run in a new process, with --resume",
+                )
         while self._drawn <= at:
             self._tasks[self._drawn] = next(self._iterator)
-            if (old := self._drawn - RECENT) >= FIRST:
+            if (old := self._drawn - RECENT) >= EVALUATED:
                 del self._tasks[old]
             self._drawn += 1
-        if at not in self._tasks:
-            raise DataError(
-                f"task {at} of an endless taskset is gone after {RECENT:,} later ones",
-                where="rollout.environment",
-            )
         return self._tasks[at]
 
 

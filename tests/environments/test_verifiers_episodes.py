@@ -113,16 +113,33 @@ def test_without_the_library_the_run_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert refused.value.fix == 'pip install "megatron-stare[verifiers]"'
 
 
+@pytest.mark.parametrize("begins_anew", [True, False])
 def test_an_endless_taskset_keeps_its_first_and_its_newest_tasks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, begins_anew: bool
 ) -> None:
-    monkeypatch.setattr(verifiers_library, "FIRST", 3)
+    """An older one is drawn again from the first one on, if the taskset gives the same again."""
+    monkeypatch.setattr(verifiers_library, "EVALUATED", 3)
     monkeypatch.setattr(verifiers_library, "RECENT", 4)
-    library = verifiers_library.Library.__new__(verifiers_library.Library)
-    library._iterator, library._tasks, library._drawn = itertools.count(), {}, 0  # type: ignore[assignment]
-    assert [library.task(at) for at in (0, 2, 20, 17, 1, 20, 23)] == [0, 2, 20, 17, 1, 20, 23]
+
+    class Tasks:
+        INFINITE = True
+        once = (SimpleNamespace(key=key) for key in itertools.count())
+
+        def __iter__(self) -> Any:
+            return iter([SimpleNamespace(key=n) for n in range(99)]) if begins_anew else self.once
+
+    made = SimpleNamespace(
+        taskset=Tasks(), config=SimpleNamespace(agent_harnesses=lambda: {"one": None})
+    )
+    monkeypatch.setattr(verifiers_library, "_made", lambda *_: made)
+    library = verifiers_library.Library("theirs", {})
+    asked = (0, 2, 20, 17, 1, 20, 23)
+    assert [library.task(at).key for at in asked] == [*asked]
     assert sorted(library._tasks) == [0, 1, 2, 20, 21, 22, 23]
-    with pytest.raises(DataError, match="task 19 of an endless taskset is gone after 4 later"):
+    if begins_anew:
+        assert [library.task(at).key for at in (19, 23, 2)] == [19, 23, 2]
+        return
+    with pytest.raises(DataError, match="does not give the same tasks again"):
         library.task(19)
 
 
