@@ -4,7 +4,7 @@ step's entropy.
     python benchmarks/trl_select.py --seeds 4 --steps 150 --out benchmarks/results/trl_select.json
 
 Runs that the file already holds are not repeated, so that an interrupted benchmark goes on.
-Needs the environment of scripts/setup_trl.sh.
+Needs the environment of scripts/setup_other_trainer.sh trl.
 """
 
 from __future__ import annotations

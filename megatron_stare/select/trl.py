@@ -6,10 +6,7 @@ This module imports trl, which this project does not install. Only users of TRL 
 from __future__ import annotations
 
 import copy
-import inspect
-import json
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.algorithms.stare import Stare
-from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.select.selector import METHODS, Selector
+from megatron_stare.errors import ConfigError
+from megatron_stare.select.selector import Selector
+from megatron_stare.select.upstream import (
+    expect,
+    missing,
+    refuse_narrowing,
+    save_state,
+    saved_state,
+)
 
 try:
     from trl import GRPOTrainer
@@ -28,7 +31,7 @@ except ImportError as error:
         f"cannot import trl: {error}", fix="pip install trl==1.16.0, in an environment of its own"
     ) from error
 
-STATE_FILE = "stare_select.json"
+RELEASE = "1.16.0"
 # losses that are linear in a token's advantage, so that weighing the advantage weighs the loss
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 # parameters that the adapter passes, by method of GRPOTrainer
@@ -48,21 +51,10 @@ CALLED = {
 }
 
 
-class UpstreamChangedError(UserError):
-    """Raised if the installed TRL differs from the TRL that the adapter was written for."""
-
-
 def probe(trainer: type = GRPOTrainer) -> str | None:
     """Returns a message about the first method or parameter that the adapter needs and `trainer`
     lacks. Returns None if nothing is missing."""
-    for name, wanted in CALLED.items():
-        method = getattr(trainer, name, None)
-        if method is None:
-            return f"{trainer.__name__} has no {name}"
-        missing = [each for each in wanted if each not in inspect.signature(method).parameters]
-        if missing:
-            return f"{trainer.__name__}.{name} has no parameter {', '.join(missing)}"
-    return None
+    return missing(trainer, CALLED)
 
 
 class StareGRPOTrainer(GRPOTrainer):
@@ -174,34 +166,18 @@ class StareGRPOTrainer(GRPOTrainer):
             self._metrics = kept
 
     def _expect(self, changed: str | None) -> None:
-        if changed is None:
-            return
-        if not self._trusts:
-            raise UpstreamChangedError(
-                changed,
-                where="trl",
-                fix="install trl 1.16.0, or pass trust_upstream=True to train all the same",
-            )
-        warnings.warn(f"trl changed ({changed}); trust_upstream trains all the same", stacklevel=3)
+        expect(changed, "trl", RELEASE, self._trusts)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-            (folder / STATE_FILE).write_text(json.dumps(self.selector.state_dict()))
+            save_state(self.selector, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        file = Path(checkpoint, STATE_FILE)
-        if not file.is_file():
-            raise ConfigError(
-                "the checkpoint has no state of the selector",
-                where=str(file),
-                fix="resume from a checkpoint that StareGRPOTrainer wrote",
-            )
-        self.selector.load_state_dict(json.loads(file.read_text()))
+        if checkpoint is not None:
+            self.selector.load_state_dict(saved_state(Path(checkpoint), "StareGRPOTrainer"))
 
 
 def refuse(trainer: Any, settings: Mapping[str, Any]) -> None:
@@ -249,10 +225,4 @@ def refuse(trainer: Any, settings: Mapping[str, Any]) -> None:
     for name, (wrong, why) in faults.items():
         if wrong:
             raise ConfigError(f"{getattr(args, name)!r}: {why}", where=name)
-    method = METHODS.get(settings.get("method", "stare"), Stare)  # Selector refuses other names
-    if method is not Stare and settings.get("denominator") != "all":
-        raise ConfigError(
-            "TRL divides by all tokens, also by those that the method takes out",
-            where="stare",
-            fix="set denominator: all; method stapo_stare: use stare",
-        )
+    refuse_narrowing(settings, "TRL")

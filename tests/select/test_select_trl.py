@@ -1,6 +1,6 @@
 """Real TRL selects the tokens of the reference, on one process and on two, and resumes alike.
 
-Runs in the environment that scripts/setup_trl.sh makes; skipped without it.
+Runs in the environment that scripts/setup_other_trainer.sh trl makes; skipped without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ PROGRAM = Path(__file__).with_name("trl_program.py")
 STARE = {"variant": "C2", "entropy_target": 2.0, "adaptive": True, "share": 0.2}
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="TRL NOT TESTED: run scripts/setup_trl.sh"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="TRL NOT TESTED: run scripts/setup_other_trainer.sh trl"
+    ),
 ]
 
 

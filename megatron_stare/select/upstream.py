@@ -1,0 +1,89 @@
+"""Guards of the adapters to other trainers: what an installed trainer must still offer, settings
+that the selection cannot follow, and the saved state of a Selector."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.algorithms.stare import Stare
+from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.select.selector import METHODS, Selector
+
+STATE_FILE = "stare_select.json"
+
+
+class UpstreamChangedError(UserError):
+    """Raised if an installed trainer differs from the release that its adapter was written for."""
+
+
+def missing(of: Any, called: Mapping[str, Sequence[str]]) -> str | None:
+    """Returns a message about the first function that `of` lacks, or about the parameters that the
+    function lacks. Returns None if nothing is missing.
+
+    Args:
+        of: a class or a module.
+        called: parameters that the adapter passes, by name of the function.
+    """
+    for name, wanted in called.items():
+        function = getattr(of, name, None)
+        if function is None:
+            return f"{of.__name__} has no {name}"
+        lacks = [each for each in wanted if each not in inspect.signature(function).parameters]
+        if lacks:
+            return f"{of.__name__}.{name} has no parameter {', '.join(lacks)}"
+    return None
+
+
+def expect(changed: str | None, trainer: str, release: str, trusts: bool) -> None:
+    """Raises UpstreamChangedError about the message `changed`, if there is one. If the user trusts
+    the trainer, the function warns instead."""
+    if changed is None:
+        return
+    if not trusts:
+        raise UpstreamChangedError(
+            changed,
+            where=trainer,
+            fix=f"install {trainer} {release}, or set trust_upstream to train all the same",
+        )
+    warnings.warn(
+        f"{trainer} changed ({changed}); trust_upstream trains all the same", stacklevel=3
+    )
+
+
+def refuse_narrowing(settings: Mapping[str, Any], trainer: str) -> None:
+    """Raises ConfigError for a method that removes tokens from the loss and from its denominator,
+    because another trainer's denominator counts all tokens."""
+    method = METHODS.get(settings.get("method", "stare"), Stare)  # Selector refuses other names
+    if method is not Stare and settings.get("denominator") != "all":
+        raise ConfigError(
+            f"{trainer} divides by all tokens, also by those that the method takes out",
+            where="stare",
+            fix="set denominator: all; method stapo_stare: use stare",
+        )
+
+
+def save_state(selector: Selector, folder: Path) -> None:
+    """Writes the selector's state into a checkpoint's folder, which is made if missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / STATE_FILE).write_text(json.dumps(selector.state_dict()))
+
+
+def saved_state(folder: Path, trainer: str) -> dict[str, Any]:
+    """Reads the selector's state in a checkpoint's folder.
+
+    Raises:
+        ConfigError: the checkpoint has no such state.
+    """
+    file = folder / STATE_FILE
+    if not file.is_file():
+        raise ConfigError(
+            "the checkpoint has no state of the selector",
+            where=str(file),
+            fix=f"resume from a checkpoint that {trainer} wrote",
+        )
+    return json.loads(file.read_text())
