@@ -116,12 +116,12 @@ def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
             bundles gets no more of them.
     """
     here = Path(tempfile.mkdtemp(prefix="megatron-stare-blackbox-"))
-    if sum(1 for _ in wanted.parent.glob("*")) >= MOST:
-        flights = None
     fill(here, facts, shown.replace(str(wanted), "this folder"), flights)
     done: list[Path] = []
 
-    def move() -> None:
+    def move() -> None:  # all that touches the run directory, which may never answer
+        if sum(1 for _ in wanted.parent.glob("*")) >= MOST:
+            shutil.rmtree(here / "nccl", ignore_errors=True)
         final = wanted
         for number in range(2, 100):  # taken if a resume has repeated the step
             if not final.exists():
