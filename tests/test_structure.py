@@ -27,7 +27,7 @@ TOP = {"__init__", "cli", "errors", "registry", "train"}
 SERVED = "rollout/engines/sglang"
 ONLY_IN = {
     "ray": {"cluster/ray.py"},
-    "megatron.core": {"megatron/"},
+    "megatron.core": {"megatron/", "select/slime.py"},  # slime's ranks are Megatron's
     # the server's environment has them, the trainer's has not
     "sglang": {
         f"{SERVED}/{name}.py"

@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="conformance", description=__doc__)
     parser.add_argument("batches", nargs="*", type=Path)
     parser.add_argument("--ranks", type=int, default=3, help="processes; 1: none beside this")
-    parser.add_argument("--probe", choices=["trl", "verl"], help="also probe this trainer")
+    parser.add_argument("--probe", choices=["trl", "verl", "slime"], help="also probe this trainer")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings")
     given = parser.parse_args(arguments)
     try:

@@ -48,6 +48,7 @@ except ImportError as error:
 
 RELEASE = "0.9.1"
 PREFIX = "stare_"  # of the names that the trainers are registered under
+ESTIMATORS = ("grpo",)
 # losses that are linear in a token's advantage, so that weighing the advantage weighs the loss
 LOSSES = ("vanilla", "gpg", "cispo")
 # parameters that the adapter passes or takes
@@ -80,9 +81,9 @@ def refuse(config: Any, settings: Mapping[str, Any]) -> None:
             " to False",
         ),
         "algorithm.adv_estimator": (
-            config.algorithm.adv_estimator != "grpo",
+            config.algorithm.adv_estimator not in ESTIMATORS,
             f"{config.algorithm.adv_estimator!r}: verl shares one score among the rows of a session"
-            " for 'grpo' only",
+            f" for {', '.join(ESTIMATORS)} only",
         ),
         "actor_rollout_ref.actor.policy_loss.loss_mode": (
             loss not in LOSSES,

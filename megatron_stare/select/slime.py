@@ -1,0 +1,235 @@
+"""Runs STARE inside slime, as the function of `--rollout-data-postprocess-path`.
+
+    python train.py --rollout-data-postprocess-path stare_select.slime.weigh \\
+        --use-rollout-entropy --keep-old-actor --custom-config-path stare.yaml ...
+
+The file stare.yaml holds the section `stare`, the selector's settings. slime calls the function
+after its advantages are whitened, so the weights stay as they are. This module imports slime, which
+this project does not install. Only users of slime import this module.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.select.selector import Selector
+from megatron_stare.select.upstream import expect, missing, refuse_narrowing
+
+try:
+    import torch.distributed as dist
+    from megatron.core import mpu
+    from slime.backends.megatron_utils import cp_utils, loss
+except ImportError as error:
+    raise ConfigError(
+        f"cannot import slime's Megatron backend: {error}",
+        fix="install slime 0.3.1 as its documents say, and stare-select beside it with --no-deps",
+    ) from error
+
+RELEASE = "0.3.1"
+STATES = "stare_select.jsonl"  # in the folder of the checkpoints; a line a rollout
+# estimators whose loss is linear in a token's advantage; gspo's ratio is a sequence's
+ESTIMATORS = ("grpo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+# parameters that the adapter passes, or upstream functions whose results it relies on
+CALLED = {"compute_advantages_and_returns": ("args", "rollout_data")}
+SLICED = {"slice_log_prob_with_cp": ("log_prob", "total_length", "response_length")}
+
+
+def probe() -> str | None:
+    """Returns a message about the first function or parameter that the adapter needs and slime
+    lacks. Returns None if nothing is missing."""
+    return missing(loss, CALLED) or missing(cp_utils, SLICED)
+
+
+def refuse(args: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError if settings of slime make the selection inexact."""
+    faults = {
+        "--use-rollout-entropy": (
+            not args.use_rollout_entropy,
+            "is missing: slime then computes no entropies before the update",
+        ),
+        "--loss-type": (
+            args.loss_type != "policy_loss",
+            f"{args.loss_type!r}: is not known to be linear in a token's advantage; set it to"
+            " policy_loss",
+        ),
+        "--advantage-estimator": (
+            args.advantage_estimator not in ESTIMATORS,
+            f"{args.advantage_estimator!r}: a ratio of the whole sequence has no weight for a"
+            f" token; one of {', '.join(ESTIMATORS)}",
+        ),
+        "--use-opsm": (
+            args.use_opsm,
+            "drops sequences after the selection; leave it out",
+        ),
+        "--rollout-top-p": (
+            args.rollout_top_p != 1.0,
+            f"{args.rollout_top_p}: slime's log-probs are then those of the kept tokens, and its"
+            " entropies those of all; set it to 1.0",
+        ),
+    }
+    for name, (wrong, why) in faults.items():
+        if wrong:
+            raise ConfigError(why, where=name)
+    refuse_narrowing(settings, "slime")
+
+
+class Weighing:
+    """Multiplies the advantages of each rollout by the weights of a Selector. An instance is called
+    as slime calls its postprocess function, on every rank, once for each rollout.
+
+    The state after each rollout is a line of stare_select.jsonl beside the checkpoints of `--save`.
+    A run that starts at a later rollout reads the line of the one before in the folder of `--load`.
+    """
+
+    def __init__(self) -> None:
+        self.selector: Selector | None = None
+        self.selected: Any = None
+        self._trusts = False
+
+    def __call__(self, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+        """Weighs the advantages in `rollout_data`, and adds the method's metrics to it.
+
+        Raises:
+            ConfigError: a setting of slime makes the selection inexact, slime has computed no
+                log-probs before the update, or the checkpoint has no state of the selector.
+            UpstreamChangedError: slime's functions or their results changed.
+        """
+        if not mpu.is_pipeline_last_stage():
+            return
+        started = time.perf_counter()
+        if self.selector is None:
+            self.selector = self._begin(args, rollout_id, rollout_data)
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        self.selector.group = group
+        rows, columns, sequence = places(rollout_data, group)
+        masks = [
+            local(mask, rollout_data, row) for row, mask in enumerate(rollout_data["loss_masks"])
+        ]
+        found = self.selector.update(
+            torch.cat(rollout_data["log_probs"]),
+            torch.cat(rollout_data["entropy"]),
+            torch.cat(rollout_data["advantages"]),
+            torch.cat(masks).bool(),
+            sequence=sequence,
+            index=rows + columns,
+        )
+        given = rollout_data["advantages"]
+        lengths = [len(each) for each in given]
+        weighed = found.advantages.to(given[0].dtype).split(lengths)
+        rollout_data["advantages"] = list(weighed)
+        self.selected = found
+        numbers = {**found.metrics, "stare/select_seconds": time.perf_counter() - started}
+        for name, value in numbers.items():
+            # slime logs every tensor that it finds here, as rollout/NAME
+            rollout_data[name] = torch.tensor(value, device=given[0].device)
+        if args.save is not None and dist.get_rank(group) == 0 and _first_of_tensor_parallel():
+            _append(Path(args.save), rollout_id, self.selector)
+
+    def _begin(self, args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> Selector:
+        settings = dict(getattr(args, "stare", None) or {})
+        self._trusts = bool(settings.pop("trust_upstream", False))
+        self._expect(probe())
+        refuse(args, settings)
+        if not rollout_data.get("log_probs") or not rollout_data.get("entropy"):
+            raise ConfigError(
+                "slime has computed no log-probs before the update, because a rollout is one update"
+                " and its loss can use its own",
+                where="--rollout-data-postprocess-path",
+                fix="set --keep-old-actor, or --get-mismatch-metrics with its function",
+            )
+        self._expect(changed(rollout_data))
+        selector = Selector(settings.pop("method", "stare"), **settings)
+        if rollout_id > 0:
+            selector.load_state_dict(_read(args.load, rollout_id - 1))
+        return selector
+
+    def _expect(self, message: str | None) -> None:
+        expect(message, "slime", RELEASE, self._trusts)
+
+
+weigh = Weighing()
+
+
+def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Tensor:
+    """Returns the part of a response's values that this context-parallel rank holds."""
+    total, length = rollout_data["total_lengths"][row], rollout_data["response_lengths"][row]
+    return cp_utils.slice_log_prob_with_cp(of_response, int(total), int(length))
+
+
+def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns for each token of this rank the number of its row's first token [N], its column [N],
+    and the number of its rollout [N], all in the whole batch and the same in every layout."""
+    device = rollout_data["loss_masks"][0].device
+    positions = torch.as_tensor(rollout_data["partition"], device=device)
+    lengths = torch.as_tensor(rollout_data["response_lengths"], device=device)
+    most = torch.stack([positions.max() + 1, lengths.max()])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    number, width = (int(each) for each in most)
+    ids = torch.full((number,), -1, dtype=torch.int64, device=device)
+    ids[positions] = torch.as_tensor(rollout_data["rollout_ids"], device=device).long()
+    dist.all_reduce(ids, dist.ReduceOp.MAX, group=group)
+    numbers = ids.unique(return_inverse=True)[1]
+    columns = [
+        local(torch.arange(int(length), device=device), rollout_data, row)
+        for row, length in enumerate(lengths)
+    ]
+    held = torch.tensor([len(each) for each in columns], device=device)
+    return (
+        (positions * width).repeat_interleave(held),
+        torch.cat(columns),
+        numbers[positions].repeat_interleave(held),
+    )
+
+
+def changed(rollout_data: Mapping[str, Any]) -> str | None:
+    """Checks what slime has computed. Returns a message about the first difference from what the
+    adapter needs, or None."""
+    for row, mask in enumerate(rollout_data["loss_masks"]):
+        kept = local(mask, rollout_data, row).bool()
+        for name in ("log_probs", "entropy", "advantages"):
+            if rollout_data[name][row].shape != kept.shape:
+                return f"{name} have another shape than the responses of this rank"
+        if (rollout_data["log_probs"][row][kept] > 1e-4).any():
+            return "log_probs lie above 0"
+        if (rollout_data["entropy"][row][kept] < -1e-4).any():
+            return "entropies lie below 0"
+    return None
+
+
+def _first_of_tensor_parallel() -> bool:
+    return mpu.get_tensor_model_parallel_rank() == 0
+
+
+def _append(folder: Path, rollout_id: int, selector: Selector) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / STATES).open("a") as file:
+        # a run that was killed may have left half a line
+        file.write("\n" + json.dumps({"rollout_id": rollout_id, **selector.state_dict()}) + "\n")
+
+
+def _read(folder: str | None, rollout_id: int) -> dict[str, Any]:
+    """Returns the last state that was written after a rollout."""
+    file = Path(folder or "", STATES)
+    found = None
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            state = json.loads(line)
+        except ValueError:  # an empty line, or half a line of a run that was killed
+            continue
+        if state["rollout_id"] == rollout_id:
+            found = state
+    if found is None:
+        raise ConfigError(
+            f"there is no state of the selector after rollout {rollout_id}",
+            where=str(file),
+            fix="load a checkpoint of a run that had this function",
+        )
+    return found
