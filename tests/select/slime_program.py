@@ -2,8 +2,8 @@
 rank selected.
 
 test_select_slime.py runs it in slime's environment, by itself or under torchrun:
-`slime_program.py {select,resume,refuse} FOLDER [CP [PP]]`. The model is replaced by its logits,
-which depend on the tokens alone; all after them is slime's.
+`slime_program.py {select,resume,refuse,dump} FOLDER [CP [PP]]`. The model is replaced by its
+logits, which depend on the tokens alone; all after them is slime's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_stare.select import slime as adapter
 from slime.utils import reloadable_process_group  # isort: skip
 from megatron.core import mpu  # isort: skip
 from slime.backends.megatron_utils import cp_utils, loss  # isort: skip
-from slime.observability import train_metric_utils  # isort: skip
+from slime.observability import train_data_utils, train_metric_utils  # isort: skip
 from slime.utils.dp_schedule import build_dp_schedule  # isort: skip
 
 STARE = {"variant": "C2", "entropy_target": 2.5, "adaptive": True, "share": 0.3}
@@ -238,6 +238,20 @@ def refuse(folder: Path) -> None:
     (folder / "refusals.json").write_text(json.dumps(found))
 
 
+def dump(folder: Path) -> None:
+    """Writes slime's own dumps of two rollouts, the second without entropies."""
+    for number in range(2):
+        args = arguments(save_debug_train_data=str(folder / "{rollout_id}.pt"))
+        args.use_rollout_entropy = number == 0
+        share = share_of(number, args)
+        scored(share, args)
+        loss.compute_advantages_and_returns(args, share)
+        if number == 0:
+            adapter.Weighing()(args, number, share)
+        share["raw_reward"] = [float(each) for each in range(PROMPTS * (GROUP + 1))]
+        train_data_utils.save_debug_train_data(args, rollout_id=number, rollout_data=share)
+
+
 def _message(call: Any, **more: Any) -> str | None:
     try:
         call(**more)
@@ -265,5 +279,5 @@ if __name__ == "__main__":
         context_parallel_size=context,
         create_gloo_process_groups=True,
     )
-    {"select": select, "resume": resume, "refuse": refuse}[what](Path(folder))
+    {"select": select, "resume": resume, "refuse": refuse, "dump": dump}[what](Path(folder))
     dist.destroy_process_group()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.runs import ROOT
 
+from megatron_stare.select.explain import figures, read
 from megatron_stare.select.reference import reference
 
 PYTHON = Path(
@@ -174,6 +175,23 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(again[column], before[column], err_msg=column)
         state = (folder / f"from{first}-0.json").read_text()
         assert state == (folder / "whole-0.json").read_text()
+
+
+def test_slimes_own_dumps_are_explained(tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    program("dump", folder, 4, 2, 1)
+    rows = read([folder])
+    assert [row.step for row in rows] == [0] * 20 + [1] * 20
+    assert [row.reward for row in rows] == 2 * [float(at) for at in range(20)]  # by position
+    first = rows[0]
+    assert first.mask is not None and first.tokens is not None
+    assert not first.mask[2:4].any() and len(first.mask) == len(first.tokens)
+    assert (first.kept("log_probs") < 0).all() and len({row.group for row in rows[:20]}) > 4
+    found = {figure.name: figure for figure in figures(rows)}
+    assert found["entropy, nats"].by_step.keys() == {0}  # the second dump has none
+    assert found["surprisal of sampled tokens, nats"].by_step.keys() == {0, 1}
+    assert found["same, largest of 1,000 tokens, nats"].absent == ("rollout_log_probs",)
+    assert found["prompts that contain their answer, share"].absent == ("prompt", "gold")
 
 
 def test_what_makes_it_inexact_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.runs import ROOT
 
+from megatron_stare.select.explain import figures, read
 from megatron_stare.select.reference import reference
 
 PYTHON = Path(os.environ.get("MEGATRON_STARE_TRL_PYTHON", ROOT / ".venv-trl" / "bin" / "python"))
@@ -90,6 +91,16 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path, ranks: int) -> None:
         kept = states(folder, rank, "whole-")
         assert states(folder, rank, "resumed-") == kept[2:]
         assert kept[3]["state"] != kept[1]["state"]  # the controller moves
+
+
+def test_trls_own_completions_are_explained(tmp_path: Path) -> None:
+    program("dump", tmp_path / "run")
+    rows = read([tmp_path / "run" / "output" / "completions"])
+    assert {row.step for row in rows} == {1, 2} and len(rows) == 32
+    found = {figure.name: figure for figure in figures(rows)}
+    assert all(row.reward in (0.0, 1.0, 2.0, 3.0) for row in rows)
+    assert found["different responses to a prompt, share"].by_step[1] < 1  # pairs are equal
+    assert found["surprisal of sampled tokens, nats"].absent == ("log_probs",)
 
 
 def test_what_makes_it_inexact_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.runs import ROOT
 
+from megatron_stare.select.explain import figures, read
 from megatron_stare.select.reference import reference
 
 PYTHON = Path(os.environ.get("MEGATRON_STARE_VERL_PYTHON", ROOT / ".venv-verl" / "bin" / "python"))
@@ -135,6 +136,20 @@ def test_a_resumed_trainer_goes_on_alike(tmp_path: Path) -> None:
             np.testing.assert_array_equal(update[column], third[column], err_msg=column)
         assert (tmp_path / f"{name}.json").read_text() == state
     assert json.loads(state)["updates"] == 3
+
+
+def test_verls_own_dumps_are_explained(tmp_path: Path) -> None:
+    program("dump", tmp_path)
+    rows = read([tmp_path])
+    assert [(row.step, row.group, row.gold, row.reward) for row in rows[:3]] == [
+        (1, "prompt0", "2", 1.0),
+        (1, "prompt0", "2", 0.0),
+        (1, "prompt1", "10", 1.0),
+    ]
+    found = {figure.name: figure for figure in figures(rows)}
+    assert found["reward"].by_step == {1: 0.5, 2: 0.5}
+    assert found["different responses to a prompt, share"].by_step == {1: 1.0, 2: 1.0}
+    assert found["entropy, nats"].absent == ("entropy",)
 
 
 def test_what_makes_it_inexact_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Trains the tiny adder in real TRL on fixed completions, and writes what every rank selected.
 
-test_select_trl.py runs it in TRL's environment: `trl_program.py {train,resume,refuse} FOLDER`, by
-itself or under torchrun.
+test_select_trl.py runs it in TRL's environment, by itself or under torchrun:
+`trl_program.py {train,resume,refuse,dump} FOLDER`.
 """
 
 from __future__ import annotations
@@ -113,6 +113,12 @@ def train(folder: Path, **more: Any) -> None:
     _write(folder, "", running)
 
 
+def dump(folder: Path) -> None:
+    """Trains two steps with TRL's own log of completions."""
+    args = config(folder, max_steps=2, log_completions=True)
+    trainer(StareGRPOTrainer, args, stare=STARE).train()
+
+
 def resume(folder: Path) -> None:
     """Trains with a learning rate, then again from the checkpoint of step 2."""
     whole = trainer(Recording, config(folder, learning_rate=1e-3), stare=STARE)
@@ -182,4 +188,6 @@ def _message(call: Any) -> str | None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": train, "resume": resume, "refuse": refuse}[sys.argv[1]](Path(sys.argv[2]))
+    {"train": train, "resume": resume, "refuse": refuse, "dump": dump}[sys.argv[1]](
+        Path(sys.argv[2])
+    )

@@ -1,9 +1,9 @@
 """Passes batches through real verl's v1 trainer and a real TransferQueue, and writes what the
 trainer selected.
 
-test_select_verl.py runs it in verl's environment: `verl_program.py {select,resume,refuse} FOLDER`.
-Verl's workers, which would need a GPU, are replaced by `Workers`: it writes log-probs and entropies
-into the queue as they do, and files where they save.
+test_select_verl.py runs it in verl's environment: `verl_program.py WHAT FOLDER`, where WHAT is
+select, resume, refuse or dump. Verl's workers, which would need a GPU, are replaced by `Workers`:
+it writes log-probs and entropies into the queue as they do, and files where they save.
 """
 
 from __future__ import annotations
@@ -281,6 +281,21 @@ def refuse(folder: Path) -> None:
     (folder / "refusals.json").write_text(json.dumps(found))
 
 
+def dump(folder: Path) -> None:
+    """Writes verl's own dump of two steps."""
+    for number in (1, 2):
+        uids = [f"prompt{at}_{session}_0" for at in range(2) for session in range(2)]
+        adapter.PPOTrainer._write_generations(
+            inputs=["1+1=", "1+1=", "12-2=", "12-2="],
+            outputs=["2", "3", "10", "ten"],
+            gts=["2", "2", "10", "10"],
+            scores=[1.0, 0.0, 1.0, 0.0],
+            reward_extra_infos_dict={"uid": uids},
+            dump_path=str(folder),
+            global_steps=number,
+        )
+
+
 class Renamed(adapter.PPOTrainer):
     """An upstream with another parameter."""
 
@@ -316,6 +331,8 @@ def _message(call: Any) -> str | None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1] == "dump":
+        sys.exit(dump(Path(sys.argv[2])))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     backend = {"SimpleStorage": {"num_data_storage_units": 2, "total_storage_size": 1000}}
     tq.init(OmegaConf.create({"backend": backend}))

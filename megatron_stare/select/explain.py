@@ -1,0 +1,400 @@
+"""Explains from a run's dumps what its entropy did. The command is
+`python -m stare_select.explain DUMP [DUMP ...]`.
+
+A dump is a file or a folder of slime (`--save-debug-train-data`), verl (`trainer.rollout_data_dir`)
+or TRL (the folder `completions` of `log_completions`). For each figure that the dumps cannot give,
+the command names the fields that are absent. Exit status 2: unusable input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_stare.errors import DataError, UserError
+
+NGRAM = 4
+SHARE = 0.1  # of a side's tokens that count as rare; STARE's default
+PACKINGS = 8  # shuffles into micro-batches
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response as far as a dump knows it. Arrays have one value for each response token, in
+    nats; `mask` is True for tokens that the policy sampled."""
+
+    step: int
+    group: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+    gold: str | None = None
+    reward: float | None = None
+    tokens: np.ndarray | None = None
+    mask: np.ndarray | None = None
+    log_probs: np.ndarray | None = None
+    rollout_log_probs: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    advantages: np.ndarray | None = None  # [1] if a response has one advantage
+
+    def kept(self, name: str) -> np.ndarray:
+        """Returns the values of a field at the sampled tokens."""
+        values = np.asarray(getattr(self, name), dtype=np.float64)
+        if self.mask is None:
+            return values
+        return np.broadcast_to(values, self.mask.shape)[self.mask]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure by step, or the fields whose absence leaves it out."""
+
+    name: str
+    by_step: dict[int, float]
+    absent: tuple[str, ...] = ()
+
+
+def slime(file: Path) -> Iterator[Row]:
+    """Reads a file of slime's train dump."""
+    dump = torch.load(file, map_location="cpu", weights_only=True)
+    raw = dump.get("raw_reward")  # before it is centred on its group's mean
+    for sample in dump["samples"]:
+        length, tokens = int(sample["response_lengths"]), np.asarray(sample["tokens"])
+        mask = _array(sample.get("loss_masks"))
+        yield Row(
+            step=int(dump["rollout_id"]),
+            group=str(tokens[:-length].tolist()),
+            reward=_number(
+                sample.get("rewards") if raw is None else raw[sample["rollout_position"]]
+            ),
+            tokens=tokens[-length:],
+            mask=None if mask is None else mask.astype(bool),
+            log_probs=_array(sample.get("log_probs")),
+            rollout_log_probs=_array(sample.get("rollout_log_probs")),
+            entropy=_array(sample.get("entropy")),
+            advantages=_array(sample.get("advantages")),
+        )
+
+
+def verl(file: Path) -> Iterator[Row]:
+    """Reads a file of verl's rollout_data_dir."""
+    for line in file.read_text().splitlines():
+        entry = json.loads(line)
+        yield Row(
+            step=int(entry["step"]),
+            group=str(entry["uid"]).rsplit("_", 2)[0] if "uid" in entry else entry["input"],
+            prompt=entry["input"],
+            text=entry["output"],
+            gold=None if entry.get("gts") is None else str(entry["gts"]),
+            reward=_number(entry.get("score")),
+        )
+
+
+def trl(file: Path) -> Iterator[Row]:
+    """Reads a file of TRL's completions."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(
+            str(error), where=str(file), fix="pip install pyarrow, which reads Parquet"
+        ) from error
+    known = ("step", "prompt", "completion", "advantage")
+    for entry in parquet.read_table(file).to_pylist():
+        # all other columns with numbers are results of reward functions
+        rewards = [v for n, v in entry.items() if n not in known and isinstance(v, float)]
+        prompt = _text(entry["prompt"])
+        yield Row(
+            step=int(entry["step"]),
+            group=prompt,
+            prompt=prompt,
+            text=_text(entry["completion"]),
+            reward=sum(rewards) if rewards else None,
+            advantages=np.array([entry["advantage"]]),
+        )
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".pt": slime,
+    ".jsonl": verl,
+    ".parquet": trl,
+}
+
+
+def read(dumps: Sequence[Path]) -> list[Row]:
+    """Reads all dumps, in the order of their steps.
+
+    Raises:
+        DataError: a path is no dump, or a file cannot be read.
+    """
+    rows: list[Row] = []
+    for dump in dumps:
+        files = [dump] if dump.is_file() else [f for f in dump.rglob("*") if f.suffix in READERS]
+        if not files or any(file.suffix not in READERS for file in files):
+            raise DataError(
+                "is no dump and contains none",
+                where=str(dump),
+                fix="name files .pt (slime), .jsonl (verl) or .parquet (TRL), or their folder",
+            )
+        for file in sorted(files):
+            try:
+                rows.extend(READERS[file.suffix](file))
+            except (OSError, KeyError, ValueError, TypeError, pickle.UnpicklingError) as error:
+                raise DataError(
+                    f"cannot be read as a dump: {type(error).__name__}: {error}", where=str(file)
+                ) from error
+    if not rows:
+        raise DataError("the dumps have no responses", where=", ".join(map(str, dumps)))
+    return sorted(rows, key=lambda row: row.step)
+
+
+def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
+    """Returns all figures of a run.
+
+    Args:
+        rows: the run's responses.
+        micro_batch: responses in a micro-batch, for the stability of the selection.
+    """
+    wanted: list[tuple[str, tuple[str, ...], Callable[[list[Row]], float]]] = [
+        ("entropy, nats", ("entropy",), lambda some: _mean(some, "entropy")),
+        ("surprisal of sampled tokens, nats", ("log_probs",), lambda s: -_mean(s, "log_probs")),
+        *(
+            (f"advantage in {side}, share", ("log_probs", "advantages"), _in_quadrant(side))
+            for side in ("L+", "L-", "U+", "U-")
+        ),
+        (
+            "rare tokens kept when selected by micro-batch, share",
+            ("log_probs", "advantages"),
+            lambda some: stability(some, micro_batch),
+        ),
+        (
+            "log-prob of engine and trainer, mean difference, nats",
+            ("log_probs", "rollout_log_probs"),
+            lambda some: float(np.abs(_differences(some)).mean()),
+        ),
+        (
+            "same, largest of 1,000 tokens, nats",
+            ("log_probs", "rollout_log_probs"),
+            lambda some: float(np.quantile(np.abs(_differences(some)), 0.999)),
+        ),
+        ("repeated 4-grams, share", (), repetition),
+        ("response length, tokens or words", (), lambda s: float(np.mean(_lengths(s)))),
+        ("different responses to a prompt, share", ("group",), _distinct),
+        ("reward", ("reward",), lambda some: float(np.mean([row.reward for row in some]))),
+        ("reward and length, correlation", ("reward",), _with_length),
+        ("rewarded responses without a token, share", ("reward",), _empty),
+        ("prompts that contain their answer, share", ("prompt", "gold"), _leaked),
+    ]
+    steps: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        steps[row.step].append(row)
+    found = []
+    for name, needs, of in wanted:
+        absent = tuple(need for need in needs if all(getattr(row, need) is None for row in rows))
+        if absent:
+            found.append(Figure(name, {}, absent))
+            continue
+        having = {
+            step: [row for row in some if all(getattr(row, need) is not None for need in needs)]
+            for step, some in steps.items()
+        }
+        values = {step: of(some) for step, some in having.items() if some}
+        found.append(Figure(name, {s: v for s, v in values.items() if np.isfinite(v)}))
+    return found
+
+
+def stability(rows: Sequence[Row], micro_batch: int) -> float:
+    """Returns the share of a batch's rare tokens that are still selected if each micro-batch
+    selects by itself, as STARE's public code does. Mean over PACKINGS shuffles of the rows.
+
+    The rare tokens are, for each sign of the advantage, the SHARE of highest surprisal
+    (arXiv 2606.19236, section 3.2).
+    """
+    whole = _rare(rows)
+    if not whole:
+        return float("nan")
+    source, shares = np.random.default_rng(0), []
+    for _ in range(PACKINGS):
+        order = source.permutation(len(rows))
+        parts = [order[at : at + micro_batch] for at in range(0, len(rows), micro_batch)]
+        packed = set()
+        for part in parts:
+            packed |= {(int(part[r]), c) for r, c in _rare([rows[at] for at in part])}
+        shares.append(len(whole & packed) / len(whole))
+    return float(np.mean(shares))
+
+
+def repetition(rows: Sequence[Row]) -> float:
+    """Returns the share of 4-grams that occurred earlier in the same response, of token ids where a
+    dump has them, else of words."""
+    seen = again = 0
+    for row in rows:
+        words = _words(row)
+        grams = [tuple(words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1)]
+        seen += len(grams)
+        again += len(grams) - len(set(grams))
+    return again / seen if seen else float("nan")
+
+
+def _rare(rows: Sequence[Row]) -> set[tuple[int, int]]:
+    """Returns (row, token) of the rare tokens on both sides."""
+    rare: set[tuple[int, int]] = set()
+    for sign in (1, -1):
+        places, surprisals = [], []
+        for number, row in enumerate(rows):
+            side = np.flatnonzero(np.sign(_advantages(row)) == sign)
+            places += [(number, int(at)) for at in side]
+            surprisals.append(-row.kept("log_probs")[side])
+        number = int(np.ceil(len(places) * SHARE))
+        if places:
+            order = np.argsort(-np.concatenate(surprisals), kind="stable")
+            rare |= {places[at] for at in order[:number]}
+    return rare
+
+
+def _in_quadrant(side: str) -> Callable[[list[Row]], float]:
+    """Returns a function that gives a quadrant's share of the batch's absolute advantage."""
+
+    def of(rows: list[Row]) -> float:
+        rare, total, inside = _rare(rows), 0.0, 0.0
+        for number, row in enumerate(rows):
+            advantages = _advantages(row)
+            is_rare = np.zeros(len(advantages), bool)
+            is_rare[[at for r, at in rare if r == number]] = True
+            chosen = np.sign(advantages) == (1 if side[1] == "+" else -1)
+            chosen &= is_rare if side[0] == "L" else ~is_rare
+            total += float(np.abs(advantages).sum())
+            inside += float(np.abs(advantages[chosen]).sum())
+        return inside / total if total else float("nan")
+
+    return of
+
+
+def _advantages(row: Row) -> np.ndarray:
+    return np.broadcast_to(row.kept("advantages"), row.kept("log_probs").shape)
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return float(np.concatenate([row.kept(name) for row in rows]).mean())
+
+
+def _differences(rows: Sequence[Row]) -> np.ndarray:
+    return np.concatenate([row.kept("log_probs") - row.kept("rollout_log_probs") for row in rows])
+
+
+def _words(row: Row) -> list:
+    if row.tokens is not None:
+        kept = row.tokens if row.mask is None else row.tokens[row.mask]
+        return kept.tolist()
+    return (row.text or "").split()
+
+
+def _lengths(rows: Sequence[Row]) -> list[int]:
+    return [len(_words(row)) for row in rows]
+
+
+def _distinct(rows: Sequence[Row]) -> float:
+    groups: dict[str | None, list[tuple]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(tuple(_words(row)))
+    return float(np.mean([len(set(texts)) / len(texts) for texts in groups.values()]))
+
+
+def _with_length(rows: Sequence[Row]) -> float:
+    lengths, rewards = _lengths(rows), [row.reward for row in rows]
+    if len(set(lengths)) < 2 or len(set(rewards)) < 2:
+        return float("nan")
+    return float(np.corrcoef(lengths, np.array(rewards, float))[0, 1])
+
+
+def _empty(rows: Sequence[Row]) -> float:
+    most = max(row.reward or 0.0 for row in rows)
+    rewarded = [row for row in rows if row.reward == most and most > 0]
+    if not rewarded:
+        return float("nan")
+    return sum(not _words(row) for row in rewarded) / len(rewarded)
+
+
+def _leaked(rows: Sequence[Row]) -> float:
+    # an answer of one character stands in most prompts by chance
+    asked = {(row.prompt, row.gold) for row in rows if len(row.gold or "") > 1}
+    if not asked:
+        return float("nan")
+    return sum(gold in prompt for prompt, gold in asked) / len(asked)  # type: ignore[operator]
+
+
+def verdict(found: Sequence[Figure]) -> str:
+    """Returns one sentence on the collapse curve."""
+    curve = next((f for f in found[:2] if f.by_step), None)
+    if curve is None:
+        return "The dumps have neither entropies nor log-probs, so they show no collapse curve."
+    steps = sorted(curve.by_step)
+    first, last = curve.by_step[steps[0]], curve.by_step[steps[-1]]
+    name = curve.name.partition(",")[0]
+    halved = next((s for s in steps if curve.by_step[s] < first / 2), None)
+    end = f"from {first:.3f} nats at step {steps[0]} to {last:.3f} at step {steps[-1]}"
+    if halved is None:
+        return f"The {name} went {end}, and never below half of its start."
+    return f"The {name} went {end}; it first fell below half of its start at step {halved}."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dumps", nargs="+", type=Path, metavar="DUMP")
+    parser.add_argument("--micro-batch", type=int, default=4, help="responses in a micro-batch")
+    parser.add_argument("--json", action="store_true", help="print every step's figures as JSON")
+    given = parser.parse_args(arguments)
+    try:
+        rows = read(given.dumps)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = figures(rows, given.micro_batch)
+    if given.json:
+        print(json.dumps({f.name: {"by_step": f.by_step, "absent": f.absent} for f in found}))
+        return 0
+    print(verdict(found))
+    print(f"{len(rows)} responses of {len({row.step for row in rows})} steps\n")
+    print(f"{'':54}{'first':>10}{'last':>10}{'lowest':>10}{'highest':>10}")
+    for figure in found:
+        if figure.absent:
+            print(f"{figure.name:54}absent: {', '.join(figure.absent)}")
+        elif not figure.by_step:
+            print(f"{figure.name:54}nothing varies")
+        else:
+            steps = sorted(figure.by_step)
+            values = [figure.by_step[steps[0]], figure.by_step[steps[-1]]]
+            values += [min(figure.by_step.values()), max(figure.by_step.values())]
+            print(f"{figure.name:54}" + "".join(f"{value:10.4f}" for value in values))
+    return 0
+
+
+def _array(value: Any) -> np.ndarray | None:
+    if value is None:
+        return None
+    return np.asarray(value)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _text(messages: Any) -> str:
+    """Returns a prompt's or completion's text, of chat messages their contents."""
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(str(message.get("content", "")) for message in messages)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
