@@ -182,6 +182,7 @@ LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entrop
         ("algorithm=repo_r", "REPO-R's centred weights read"),
         ("algorithm=steer", "STEER's weights read"),
         ("algorithm=gepo", "GEPO's first bounds"),
+        ("algorithm=grpo_dropout", "GRPODropout drops responses by"),
         ("algorithm=support.reads_sums.ReadsSums", "ReadsSums reads sums over the vocabulary"),
         ("algorithm.correction={mode: truncate}", "the importance correction"),
         ("algorithm.reference_kl={coef: 0.1}", "the reference policy passes"),

@@ -22,6 +22,7 @@ METHODS = {
     "entropic": "megatron_stare.algorithms.entropic.Entropic",
     "gepo": "megatron_stare.algorithms.gepo.Gepo",
     "grpo": "megatron_stare.algorithms.grpo.Grpo",
+    "grpo_dropout": "megatron_stare.algorithms.grpo_dropout.GrpoDropout",
     "grpo_s": "megatron_stare.algorithms.grpo_s.GrpoS",
     "gspo": "megatron_stare.algorithms.gspo.Gspo",
     "gtpo": "megatron_stare.algorithms.gtpo.Gtpo",

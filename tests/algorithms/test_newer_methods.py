@@ -15,6 +15,7 @@ from megatron_stare.algorithms import METHODS
 from megatron_stare.algorithms.entropic import Entropic
 from megatron_stare.algorithms.gepo import Gepo
 from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.grpo_dropout import GrpoDropout
 from megatron_stare.algorithms.method import Method, State
 from megatron_stare.algorithms.opefo import Opefo
 from megatron_stare.algorithms.repo_r import RepoR
@@ -32,6 +33,7 @@ NEWER: dict[str, dict[str, Any]] = {
     "clip_v": {"mu": 0.3, "max_share": 0.1},
     "entropic": {"probable_above": 0.5},
     "gepo": {},
+    "grpo_dropout": {},
     "opefo": {},
     "repo_r": {"zeta": 0.05},
     "steer": {},
@@ -278,3 +280,52 @@ def test_steer_where_all_changes_are_equal_or_small() -> None:
     batch.advantage = torch.full_like(batch.advantage, 1e-4)
     method = Steer(map="exponential", floor=0.02)
     assert min(method.weights(batch, ask(method, batch), {}).tolist()) > 0.99
+
+
+def dropped_by_loop(a: Tensor, s: Tensor) -> tuple[list[bool], Tensor]:
+    """GRPODropout for the responses to one prompt."""
+    kept = torch.ones_like(a)
+    while float(torch.cov(torch.stack([a * kept, s]), correction=0)[0, 1]) < -1e-12:
+        right = [i for i in range(len(a)) if a[i] > 0 and kept[i]]
+        if not right:
+            break
+        kept[min(right, key=lambda i: float(s[i]))] = 0
+    weights = (-s).exp() * kept
+    baseline = (weights * a).sum() / weights.sum().clamp(min=1e-300)
+    return [not each for each in kept.bool().tolist()], kept * (a - baseline)
+
+
+def test_grpo_dropout_drops_the_likeliest_right_answers_prompt_by_prompt() -> None:
+    generator = torch.Generator().manual_seed(11)
+    numbers = []
+    for _ in range(50):
+        groups = torch.randint(0, 5, (24,), generator=generator)
+        tokens = torch.randint(0, 6, (24,), generator=generator).to(torch.float64)  # 0: absent
+        s = torch.rand(24, generator=generator, dtype=torch.float64)
+        a = torch.randn(24, generator=generator, dtype=torch.float64) - s
+        statistics = {"surprisal": s * tokens, "advantage": a * tokens, "tokens": tokens}
+        found, new = GrpoDropout().dropped(
+            groups, {f"grpo_dropout/{name}": value for name, value in statistics.items()}
+        )
+        for group in range(5):
+            here = torch.nonzero((groups == group) & (tokens > 0)).flatten()
+            if not len(here):
+                continue
+            expected, advantages = dropped_by_loop(a[here], s[here])
+            assert found[here].tolist() == expected
+            torch.testing.assert_close(new[here], advantages, rtol=1e-9, atol=1e-12)
+            numbers.append(f"{sum(expected)} of {int((a[here] > 0).sum())}")
+        assert not new[tokens == 0].any() and not found[tokens == 0].any()
+    assert {"0 of 2", "1 of 3", "2 of 3", "2 of 2"} <= set(numbers)  # none, some and all
+
+
+def test_grpo_dropout_leaves_a_covariance_of_0_alone() -> None:
+    a = torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
+    ones = torch.ones(4, dtype=torch.float64)
+    statistics = {"surprisal": 0.3 * ones, "advantage": a, "tokens": ones}
+    found, new = GrpoDropout().dropped(
+        torch.tensor([0, 0, 1, 1]),
+        {f"grpo_dropout/{name}": value for name, value in statistics.items()},
+    )
+    assert not found.any()
+    assert new.tolist() == [1.0, -1.0, 0.0, 0.0]

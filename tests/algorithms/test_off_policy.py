@@ -270,6 +270,8 @@ CASES: dict[str, dict[str, Any]] = {
     "entropic": {"name": "entropic", "probable_above": 0.5},
     "gepo": {"name": "gepo"},
     "gepo after a mask": {"name": "gepo", "correction": MASKED},
+    "grpo_dropout": {"name": "grpo_dropout"},
+    "grpo_dropout after a mask": {"name": "grpo_dropout", "correction": MASKED},
     "opefo": {"name": "opefo"},
     "opefo after a mask": {"name": "opefo", "correction": MASKED},
     "repo_r": {"name": "repo_r", "zeta": 0.3},

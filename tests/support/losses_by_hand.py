@@ -43,6 +43,7 @@ PUBLISHED: dict[str, tuple[float, float, float | None, str]] = {
     "clip_v": (0.2, 0.2, None, "token_mean"),
     "entropic": (0.2, 0.28, None, "token_mean"),
     "gepo": (0.2, 0.28, None, "token_mean"),
+    "grpo_dropout": (0.2, 0.28, None, "token_mean"),
     "opefo": (0.2, 0.28, None, "token_mean"),
     "repo_r": (0.2, 0.28, None, "token_mean"),
     "steer": (0.2, 0.28, 10.0, "token_mean"),
@@ -203,6 +204,9 @@ def policy_loss(
             if settings.get("ratio") == "geometric":
                 whole = by_response(scores.now - scores.old).exp()
             return clipped(whole, grpo_s(settings, batch, scores.entropy, kept, sequence))
+        case "grpo_dropout":
+            surprisal = by_response((-scores.read).clamp(min=0))
+            return clipped(ratio, after_dropout(batch, advantage, surprisal, kept, sequence))
         case "gtpo":
             return clipped(
                 ratio,
@@ -232,6 +236,33 @@ def policy_loss(
                 factor[chosen & opened] = settings.get(weight, published)
             return factor * clipped(ratio, advantage)
     return clipped(ratio, advantage)
+
+
+def after_dropout(
+    batch: RolloutBatch, advantage: Tensor, surprisal: Tensor, kept: Tensor, sequence: Tensor
+) -> Tensor:
+    """[M] GRPODropout's advantages, a prompt at a time. `surprisal` is the mean of the token's
+    response."""
+    new = torch.zeros_like(advantage)
+    responses = sequence[kept].unique().tolist()
+    first = {i: int(torch.nonzero(kept & (sequence == i))[0]) for i in responses}
+    for group in batch.groups.unique():
+        members = [i for i in responses if batch.groups[i] == group]
+        if not members:
+            continue
+        s = torch.tensor([float(surprisal[first[i]]) for i in members], dtype=torch.float64)
+        a = torch.tensor([float(advantage[first[i]]) for i in members], dtype=torch.float64)
+        left = torch.ones_like(a)
+        while torch.cov(torch.stack([a * left, s]), correction=0)[0, 1] < -1e-12:
+            right = torch.nonzero((a > 0) & (left > 0)).flatten().tolist()
+            if not right:
+                break
+            left[min(right, key=s.tolist().__getitem__)] = 0
+        weights = (-s).exp() * left
+        baseline = (weights * a).sum() / weights.sum().clamp(min=1e-300)
+        for i, held in zip(members, (left * (a - baseline)).tolist(), strict=True):
+            new[sequence == i] = held
+    return new
 
 
 def factors(
