@@ -9,8 +9,11 @@ the command names the fields that are absent. Exit status 2: unusable input.
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
+import math
 import pickle
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +26,7 @@ import torch
 
 from megatron_stare.errors import DataError, UserError
 
+PADDING = re.compile(r"pad[0-9a-f]{32}_\d+_0")  # verl's rows without a response
 NGRAM = 4
 SHARE = 0.1  # of a side's tokens that count as rare; STARE's default
 PACKINGS = 8  # shuffles into micro-batches
@@ -46,6 +50,13 @@ class Row:
     entropy: np.ndarray | None = None
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
+    def has(self, names: Sequence[str]) -> bool:
+        """Tells whether the dump gave these fields, and a sampled token if they have tokens."""
+        if any(getattr(self, name) is None for name in names):
+            return False
+        by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)
+        return not by_token or self.mask is None or bool(self.mask.any())
+
     def kept(self, name: str) -> np.ndarray:
         """Returns the values of a field at the sampled tokens."""
         values = np.asarray(getattr(self, name), dtype=np.float64)
@@ -65,6 +76,7 @@ class Figure:
 
 def slime(file: Path) -> Iterator[Row]:
     """Reads a file of slime's train dump."""
+    torch.serialization.add_safe_globals(NUMPY)
     dump = torch.load(file, map_location="cpu", weights_only=True)
     raw = dump.get("raw_reward")  # before it is centred on its group's mean
     for sample in dump["samples"]:
@@ -87,8 +99,12 @@ def slime(file: Path) -> Iterator[Row]:
 
 def verl(file: Path) -> Iterator[Row]:
     """Reads a file of verl's rollout_data_dir."""
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").split("\n"):  # texts may hold other line ends
+        if not line:
+            continue
         entry = json.loads(line)
+        if PADDING.fullmatch(str(entry.get("uid"))):
+            continue
         yield Row(
             step=int(entry["step"]),
             group=str(entry["uid"]).rsplit("_", 2)[0] if "uid" in entry else entry["input"],
@@ -109,8 +125,9 @@ def trl(file: Path) -> Iterator[Row]:
         ) from error
     known = ("step", "prompt", "completion", "advantage")
     for entry in parquet.read_table(file).to_pylist():
-        # all other columns with numbers are results of reward functions
+        # other columns with numbers are results of reward functions; one that gives none is NaN
         rewards = [v for n, v in entry.items() if n not in known and isinstance(v, float)]
+        rewards = [value for value in rewards if not math.isnan(value)]
         prompt = _text(entry["prompt"])
         yield Row(
             step=int(entry["step"]),
@@ -122,6 +139,18 @@ def trl(file: Path) -> Iterator[Row]:
         )
 
 
+# what makes a number of numpy's, which a reward function may return
+NUMPY: list[Any] = [
+    np.float64(0).__reduce__()[0],
+    codecs.encode,
+    np.dtype,
+    *(type(np.dtype(each)) for each in (np.float64, np.float32, np.int64, np.bool_)),
+]
+# what a file that is cut off or of another kind makes its reader raise
+UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, KeyError, ValueError, TypeError),
+    pickle.UnpicklingError,
+)
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".pt": slime,
     ".jsonl": verl,
@@ -133,7 +162,8 @@ def read(dumps: Sequence[Path]) -> list[Row]:
     """Reads all dumps, in the order of their steps.
 
     Raises:
-        DataError: a path is no dump, or a file cannot be read.
+        DataError: a path is no dump, or no file has a response. A file that cannot be read is named
+            on stderr and left out.
     """
     rows: list[Row] = []
     for dump in dumps:
@@ -147,12 +177,14 @@ def read(dumps: Sequence[Path]) -> list[Row]:
         for file in sorted(files):
             try:
                 rows.extend(READERS[file.suffix](file))
-            except (OSError, KeyError, ValueError, TypeError, pickle.UnpicklingError) as error:
-                raise DataError(
-                    f"cannot be read as a dump: {type(error).__name__}: {error}", where=str(file)
-                ) from error
+            except UNREADABLE as error:
+                told = str(DataError(f"cannot be read: {type(error).__name__}", where=str(file)))
+                print(f"left out: {told}", file=sys.stderr)  # a killed run cuts its last file off
     if not rows:
-        raise DataError("the dumps have no responses", where=", ".join(map(str, dumps)))
+        raise DataError(
+            "no file of the dumps has a response that can be read",
+            where=", ".join(map(str, dumps)),
+        )
     return sorted(rows, key=lambda row: row.step)
 
 
@@ -202,10 +234,7 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
         if absent:
             found.append(Figure(name, {}, absent))
             continue
-        having = {
-            step: [row for row in some if all(getattr(row, need) is not None for need in needs)]
-            for step, some in steps.items()
-        }
+        having = {step: [row for row in some if row.has(needs)] for step, some in steps.items()}
         values = {step: of(some) for step, some in having.items() if some}
         found.append(Figure(name, {s: v for s, v in values.items() if np.isfinite(v)}))
     return found
@@ -219,16 +248,17 @@ def stability(rows: Sequence[Row], micro_batch: int) -> float:
     (arXiv 2606.19236, section 3.2).
     """
     whole = _rare(rows)
-    if not whole:
+    number = sum(int(each.sum()) for each in whole)
+    if not number:
         return float("nan")
     source, shares = np.random.default_rng(0), []
     for _ in range(PACKINGS):
-        order = source.permutation(len(rows))
-        parts = [order[at : at + micro_batch] for at in range(0, len(rows), micro_batch)]
-        packed = set()
-        for part in parts:
-            packed |= {(int(part[r]), c) for r, c in _rare([rows[at] for at in part])}
-        shares.append(len(whole & packed) / len(whole))
+        order, found = source.permutation(len(rows)), 0
+        for at in range(0, len(rows), micro_batch):
+            part = order[at : at + micro_batch]
+            packed = _rare([rows[row] for row in part])
+            found += sum(int((whole[r] & own).sum()) for r, own in zip(part, packed, strict=True))
+        shares.append(found / number)
     return float(np.mean(shares))
 
 
@@ -244,36 +274,29 @@ def repetition(rows: Sequence[Row]) -> float:
     return again / seen if seen else float("nan")
 
 
-def _rare(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """Returns (row, token) of the rare tokens on both sides."""
-    rare: set[tuple[int, int]] = set()
+def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
+    """Returns for each row a mask of its sampled tokens that are rare, on either side."""
+    lengths = [len(row.kept("log_probs")) for row in rows]
+    surprisals = np.concatenate([-row.kept("log_probs") for row in rows])
+    signs = np.sign(np.concatenate([_advantages(row) for row in rows]))
+    rare = np.zeros(len(signs), bool)
     for sign in (1, -1):
-        places, surprisals = [], []
-        for number, row in enumerate(rows):
-            side = np.flatnonzero(np.sign(_advantages(row)) == sign)
-            places += [(number, int(at)) for at in side]
-            surprisals.append(-row.kept("log_probs")[side])
-        number = int(np.ceil(len(places) * SHARE))
-        if places:
-            order = np.argsort(-np.concatenate(surprisals), kind="stable")
-            rare |= {places[at] for at in order[:number]}
-    return rare
+        side = np.flatnonzero(signs == sign)
+        order = np.argsort(-surprisals[side], kind="stable")
+        rare[side[order[: int(np.ceil(len(side) * SHARE))]]] = True
+    return np.split(rare, np.cumsum(lengths)[:-1])
 
 
 def _in_quadrant(side: str) -> Callable[[list[Row]], float]:
     """Returns a function that gives a quadrant's share of the batch's absolute advantage."""
 
     def of(rows: list[Row]) -> float:
-        rare, total, inside = _rare(rows), 0.0, 0.0
-        for number, row in enumerate(rows):
-            advantages = _advantages(row)
-            is_rare = np.zeros(len(advantages), bool)
-            is_rare[[at for r, at in rare if r == number]] = True
-            chosen = np.sign(advantages) == (1 if side[1] == "+" else -1)
-            chosen &= is_rare if side[0] == "L" else ~is_rare
-            total += float(np.abs(advantages).sum())
-            inside += float(np.abs(advantages[chosen]).sum())
-        return inside / total if total else float("nan")
+        rare = np.concatenate(_rare(rows))
+        advantages = np.concatenate([_advantages(row) for row in rows])
+        inside = np.sign(advantages) == (1 if side[1] == "+" else -1)
+        inside &= rare if side[0] == "L" else ~rare
+        total = np.abs(advantages).sum()
+        return float(np.abs(advantages[inside]).sum() / total) if total else float("nan")
 
     return of
 

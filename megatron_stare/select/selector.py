@@ -33,6 +33,7 @@ _LARGEST_INDEX = 2**32  # ordering keys hold an index in 32 bits
 _FAULTS = {
     1: "log_probs or entropies of masked tokens are NaN or infinite",
     2: "advantages of masked tokens are NaN or infinite",
+    3: "an index is negative, or 2^32 or larger",
 }
 
 
@@ -114,9 +115,9 @@ class Selector:
                 flat input.
 
         Raises:
-            DataError: shapes do not match, values inside the mask are not finite, or two rows have
-                the same number. Errors about values and row numbers are raised on every rank of the
-                group.
+            DataError: shapes do not match, values inside the mask are not finite, an index is out
+                of range, or two rows have the same number. Errors about values, indices and row
+                numbers are raised on every rank of the group.
         """
         _check_shapes(log_probs, entropies, advantages, mask, rows, sequence, index)
         if mask.dim() == 2 and advantages.dim() == 1:
@@ -127,6 +128,8 @@ class Selector:
             sequence, index, number = self._numbered(mask, rows, fault)
         else:
             assert sequence is not None and index is not None
+            if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < _LARGEST_INDEX:
+                fault = 3
             number = self._largest([fault, _most(sequence) + 1], mask.device)[1]
         columns = (log_probs, entropies, advantages, mask, sequence, index)
         batch = _token_batch([each.detach().reshape(-1) for each in columns], number)

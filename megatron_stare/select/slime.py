@@ -1,11 +1,14 @@
 """Runs STARE inside slime, as the function of `--rollout-data-postprocess-path`.
 
     python train.py --rollout-data-postprocess-path stare_select.slime.weigh \\
-        --use-rollout-entropy --keep-old-actor --custom-config-path stare.yaml ...
+        --use-rollout-entropy --get-mismatch-metrics \\
+        --custom-tis-function-path stare_select.slime.uncorrected \\
+        --custom-config-path stare.yaml ...
 
-The file stare.yaml holds the section `stare`, the selector's settings. slime calls the function
-after its advantages are whitened, so the weights stay as they are. This module imports slime, which
-this project does not install. Only users of slime import this module.
+The file stare.yaml holds the section `stare`, the selector's settings. slime calls `weigh` after
+its advantages are whitened, so the weights stay as they are. `--get-mismatch-metrics` makes slime
+compute log-probs before the update, and `uncorrected` leaves its loss as it is. This module imports
+slime, which this project does not install. Only users of slime import this module.
 """
 
 from __future__ import annotations
@@ -86,7 +89,8 @@ class Weighing:
     as slime calls its postprocess function, on every rank, once for each rollout.
 
     The state after each rollout is a line of stare_select.jsonl beside the checkpoints of `--save`.
-    A run that starts at a later rollout reads the line of the one before in the folder of `--load`.
+    A run that starts at a later rollout reads the line of the one before in the folder of `--load`;
+    with `fresh_state: true` in the section `stare`, it may be missing.
     """
 
     def __init__(self) -> None:
@@ -126,7 +130,7 @@ class Weighing:
         weighed = found.advantages.to(given[0].dtype).split(lengths)
         rollout_data["advantages"] = list(weighed)
         self.selected = found
-        numbers = {**found.metrics, "stare/select_seconds": time.perf_counter() - started}
+        numbers = {**found.metrics, "stare/seconds": time.perf_counter() - started}
         for name, value in numbers.items():
             # slime logs every tensor that it finds here, as rollout/NAME
             rollout_data[name] = torch.tensor(value, device=given[0].device)
@@ -136,6 +140,7 @@ class Weighing:
     def _begin(self, args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> Selector:
         settings = dict(getattr(args, "stare", None) or {})
         self._trusts = bool(settings.pop("trust_upstream", False))
+        may_begin = bool(settings.pop("fresh_state", False))
         self._expect(probe())
         refuse(args, settings)
         if not rollout_data.get("log_probs") or not rollout_data.get("entropy"):
@@ -143,12 +148,24 @@ class Weighing:
                 "slime has computed no log-probs before the update, because a rollout is one update"
                 " and its loss can use its own",
                 where="--rollout-data-postprocess-path",
-                fix="set --keep-old-actor, or --get-mismatch-metrics with its function",
+                fix="set --get-mismatch-metrics and --custom-tis-function-path"
+                f" {__name__}.uncorrected; in train_async.py --keep-old-actor does it too",
             )
         self._expect(changed(rollout_data))
         selector = Selector(settings.pop("method", "stare"), **settings)
-        if rollout_id > 0:
-            selector.load_state_dict(_read(args.load, rollout_id - 1))
+        # with a critic, the actor begins to train at this rollout
+        first = args.num_critic_only_steps if args.use_critic else 0
+        if rollout_id > first:
+            saved = _read(args.load, rollout_id - 1)
+            if saved is not None:
+                selector.load_state_dict(saved)
+            elif not may_begin:
+                raise ConfigError(
+                    f"there is no state of the selector after rollout {rollout_id - 1}",
+                    where=str(Path(args.load or "", STATES)),
+                    fix="load a checkpoint of a run that had this function, or set fresh_state to"
+                    " begin here",
+                )
         return selector
 
     def _expect(self, message: str | None) -> None:
@@ -156,6 +173,14 @@ class Weighing:
 
 
 weigh = Weighing()
+
+
+def uncorrected(
+    args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Returns slime's loss and masks as they are, and no metrics, for
+    `--custom-tis-function-path`."""
+    return pg_loss, loss_masks, {}
 
 
 def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Tensor:
@@ -169,21 +194,25 @@ def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor,
     and the number of its rollout [N], all in the whole batch and the same in every layout."""
     device = rollout_data["loss_masks"][0].device
     positions = torch.as_tensor(rollout_data["partition"], device=device)
-    lengths = torch.as_tensor(rollout_data["response_lengths"], device=device)
-    most = torch.stack([positions.max() + 1, lengths.max()])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    number, width = (int(each) for each in most)
-    ids = torch.full((number,), -1, dtype=torch.int64, device=device)
+    lengths = torch.as_tensor(rollout_data["response_lengths"], device=device).long()
+    number = positions.max() + 1
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    # positions that slime has dropped stay at -1 and 0
+    ids = torch.full((int(number),), -1, dtype=torch.int64, device=device)
     ids[positions] = torch.as_tensor(rollout_data["rollout_ids"], device=device).long()
     dist.all_reduce(ids, dist.ReduceOp.MAX, group=group)
     numbers = ids.unique(return_inverse=True)[1]
+    ends = torch.zeros_like(ids)
+    ends[positions] = lengths
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    first = ends.cumsum(0) - ends
     columns = [
         local(torch.arange(int(length), device=device), rollout_data, row)
         for row, length in enumerate(lengths)
     ]
     held = torch.tensor([len(each) for each in columns], device=device)
     return (
-        (positions * width).repeat_interleave(held),
+        first[positions].repeat_interleave(held),
         torch.cat(columns),
         numbers[positions].repeat_interleave(held),
     )
@@ -215,8 +244,8 @@ def _append(folder: Path, rollout_id: int, selector: Selector) -> None:
         file.write("\n" + json.dumps({"rollout_id": rollout_id, **selector.state_dict()}) + "\n")
 
 
-def _read(folder: str | None, rollout_id: int) -> dict[str, Any]:
-    """Returns the last state that was written after a rollout."""
+def _read(folder: str | None, rollout_id: int) -> dict[str, Any] | None:
+    """Returns the last state that was written after a rollout, or None."""
     file = Path(folder or "", STATES)
     found = None
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -226,10 +255,4 @@ def _read(folder: str | None, rollout_id: int) -> dict[str, Any]:
             continue
         if state["rollout_id"] == rollout_id:
             found = state
-    if found is None:
-        raise ConfigError(
-            f"there is no state of the selector after rollout {rollout_id}",
-            where=str(file),
-            fix="load a checkpoint of a run that had this function",
-        )
     return found

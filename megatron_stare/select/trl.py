@@ -18,10 +18,11 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.select.selector import Selector
 from megatron_stare.select.upstream import (
     expect,
+    load_state,
     missing,
     refuse_narrowing,
     save_state,
-    saved_state,
+    upstream_of,
 )
 
 try:
@@ -63,6 +64,7 @@ class StareGRPOTrainer(GRPOTrainer):
     Args:
         stare: settings of the selector, such as `{"entropy_target": 0.3}`. The setting `method`
             selects a method other than STARE.
+        fresh_state: True: a resume from a checkpoint of plain TRL begins with a new selector.
         trust_upstream: True: if TRL's methods or their results changed, the trainer warns and
             trains. False: the trainer raises UpstreamChangedError.
 
@@ -78,10 +80,11 @@ class StareGRPOTrainer(GRPOTrainer):
         *args: Any,
         stare: Mapping[str, Any] | None = None,
         trust_upstream: bool = False,
+        fresh_state: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._trusts, self._proven = trust_upstream, False
-        self._expect(probe(type(self)))
+        self._trusts, self._proven, self._may_begin = trust_upstream, False, fresh_state
+        self._expect(probe(upstream_of(type(self), StareGRPOTrainer)))
         super().__init__(*args, **kwargs)
         settings = dict(stare or {})
         refuse(self, settings)
@@ -177,7 +180,7 @@ class StareGRPOTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.selector.load_state_dict(saved_state(Path(checkpoint), "StareGRPOTrainer"))
+            load_state(self.selector, Path(checkpoint), "StareGRPOTrainer", self._may_begin)
 
 
 def refuse(trainer: Any, settings: Mapping[str, Any]) -> None:

@@ -39,6 +39,13 @@ def missing(of: Any, called: Mapping[str, Sequence[str]]) -> str | None:
     return None
 
 
+def upstream_of(trainer: type, adapter: type) -> type:
+    """Returns the class that comes after the adapter's in a trainer's order of base classes: the
+    upstream class, whose methods the adapter overrides."""
+    order = trainer.__mro__
+    return order[order.index(adapter) + 1]
+
+
 def expect(changed: str | None, trainer: str, release: str, trusts: bool) -> None:
     """Raises UpstreamChangedError about the message `changed`, if there is one. If the user trusts
     the trainer, the function warns instead."""
@@ -73,17 +80,19 @@ def save_state(selector: Selector, folder: Path) -> None:
     (folder / STATE_FILE).write_text(json.dumps(selector.state_dict()))
 
 
-def saved_state(folder: Path, trainer: str) -> dict[str, Any]:
-    """Reads the selector's state in a checkpoint's folder.
+def load_state(selector: Selector, folder: Path, trainer: str, may_begin: bool) -> None:
+    """Continues from the selector's state in a checkpoint's folder. If `may_begin`, a folder
+    without a state leaves the selector new.
 
     Raises:
-        ConfigError: the checkpoint has no such state.
+        ConfigError: the checkpoint has no such state, or one of other settings.
     """
     file = folder / STATE_FILE
-    if not file.is_file():
+    if file.is_file():
+        selector.load_state_dict(json.loads(file.read_text()))
+    elif not may_begin:
         raise ConfigError(
             "the checkpoint has no state of the selector",
             where=str(file),
-            fix=f"resume from a checkpoint that {trainer} wrote",
+            fix=f"resume from a checkpoint that {trainer} wrote, or set fresh_state to begin here",
         )
-    return json.loads(file.read_text())

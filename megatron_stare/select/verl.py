@@ -23,10 +23,11 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.select.selector import Selector
 from megatron_stare.select.upstream import (
     expect,
+    load_state,
     missing,
     refuse_narrowing,
     save_state,
-    saved_state,
+    upstream_of,
 )
 
 try:
@@ -152,8 +153,9 @@ class StareMixin(PPOTrainer):
     """A v1 trainer of verl that multiplies advantages by the weights of a Selector.
 
     The driver holds the whole batch, so the selection needs no collective. The section `stare` of
-    verl's configuration has the selector's settings; `method` selects a method other than STARE,
-    and `trust_upstream: true` trains with a verl that changed.
+    verl's configuration has the selector's settings. `method` selects a method other than STARE,
+    `trust_upstream: true` trains with a verl that changed, and `fresh_state: true` lets a run of
+    plain verl go on with STARE.
 
     Raises:
         ConfigError: a setting of verl makes the selection inexact.
@@ -164,7 +166,8 @@ class StareMixin(PPOTrainer):
         settings = OmegaConf.to_container(config.get("stare") or OmegaConf.create(), resolve=True)
         assert isinstance(settings, dict)
         self._trusts, self._proven = bool(settings.pop("trust_upstream", False)), False
-        self._expect(probe(type(self)))
+        self._may_begin = bool(settings.pop("fresh_state", False))
+        self._expect(probe(upstream_of(type(self), StareMixin)))
         refuse(config, settings)
         self._expect(loss_changed(config))
         self.selector = Selector(settings.pop("method", "stare"), **settings)
@@ -204,8 +207,10 @@ class StareMixin(PPOTrainer):
             fields=TensorDict({"advantages": weighted}, batch_size=len(lengths)),
         )
         self.stare_selected = found
-        metrics.update(found.metrics)
-        metrics["stare/select_seconds"] = time.perf_counter() - started
+        for name, value in found.metrics.items():
+            # verl logs the least of several updates' values of a name with `min` in it
+            metrics[name.replace("minus", "negative").replace("plus", "positive")] = value
+        metrics["timing_s/stare"] = time.perf_counter() - started
         return batch
 
     def _save_checkpoint(self) -> None:
@@ -217,7 +222,7 @@ class StareMixin(PPOTrainer):
     def _load_checkpoint(self) -> None:
         folder = resumed_folder(self.config.trainer)
         if folder is not None:
-            self.selector.load_state_dict(saved_state(Path(folder), type(self).__name__))
+            load_state(self.selector, Path(folder), type(self).__name__, self._may_begin)
         super()._load_checkpoint()
 
     def _expect(self, changed: str | None) -> None:

@@ -48,6 +48,8 @@ def arguments(**more: Any) -> Namespace:
         "advantage_estimator": "grpo",
         "use_opsm": False,
         "use_opd": False,
+        "use_critic": False,
+        "num_critic_only_steps": 0,
         "kl_coef": 0,
         "custom_advantage_function_path": None,
         "normalize_advantages": False,
@@ -197,9 +199,14 @@ def resume(folder: Path) -> None:
     whole = adapter.Weighing()
     write(folder, "whole", whole, [step(at, saved, whole) for at in range(4)])
     states = folder / "run" / adapter.STATES
-    two = [line for line in states.read_text().splitlines() if line][:2]
-    states.write_text("\n".join(two) + '\n{"rollout_id": 2, "ver')
+    dist.barrier()
+    if RANK == 0:
+        lines = [line for line in states.read_text().splitlines() if line]
+        (folder / "run" / "states.txt").write_text("\n".join(lines))
+        states.write_text("\n".join(lines[:2]) + '\n{"rollout_id": 2, "ver')
+    dist.barrier()
     for first in (2, 3, 1):
+        dist.barrier()
         again = adapter.Weighing()
         write(folder, f"from{first}", again, [step(at, saved, again) for at in range(first, 4)])
 
@@ -207,13 +214,14 @@ def resume(folder: Path) -> None:
 def refuse(folder: Path) -> None:
     """Writes the message of every refusal."""
 
-    def begun(at: int = 0, without: str = "", times: float = 1.0, **more: Any) -> None:
+    def begun(at: int = 0, without: str = "", times: dict | None = None, **more: Any) -> None:
         args = arguments(**more)
         share = share_of(at, args)
         scored(share, args)
         if "entropy" in share:
             loss.compute_advantages_and_returns(args, share)
-            share["entropy"] = [times * each for each in share["entropy"]]
+            for name, factor in (times or {}).items():
+                share[name] = [factor * each for each in share[name]]
         adapter.Weighing()(args, at, {k: v for k, v in share.items() if k != without})
 
     saved = arguments(save=str(folder / "run"))
@@ -227,10 +235,13 @@ def refuse(folder: Path) -> None:
         "top_p": {"rollout_top_p": 0.9},
         "stapo": {"stare": {"method": "stapo"}},
         "setting": {"stare": {"clip_high": 0.28}},
-        "negative": {"times": -1.0},
+        "negative": {"times": {"entropy": -1}},
+        "positive": {"times": {"log_probs": -1}},
         "state": {"at": 3, "load": str(folder / "run")},
         "share": {"at": 1, "load": str(folder / "run"), "stare": {**STARE, "share": 0.4}},
-        "trusted": {"times": -1.0, "stare": {**STARE, "trust_upstream": True}},
+        "trusted": {"times": {"entropy": -1}, "stare": {**STARE, "trust_upstream": True}},
+        "fresh": {"at": 3, "stare": {**STARE, "fresh_state": True}},
+        "critic": {"at": 3, "use_critic": True, "num_critic_only_steps": 3},
         "found": {"at": 1, "load": str(folder / "run")},
     }
     found = {name: _message(begun, **more) for name, more in cases.items()}

@@ -108,7 +108,7 @@ def test_the_first_sentence_tells_the_collapse(capsys: pytest.CaptureFixture[str
 
 
 def test_dumps_of_every_trainer_are_read(tmp_path: Path) -> None:
-    sample = {
+    sample = {  # of a reward function that gives numpy's numbers
         "tokens": torch.tensor([7, 8, 1, 2, 3]),
         "response_lengths": 3,
         "loss_masks": torch.tensor([1, 0, 1]),
@@ -119,11 +119,16 @@ def test_dumps_of_every_trainer_are_read(tmp_path: Path) -> None:
         "rollout_position": 1,
     }
     torch.save(
-        {"format_version": 2, "rollout_id": 4, "samples": [sample], "raw_reward": [0.0, 1.0]},
+        {
+            "format_version": 2,
+            "rollout_id": 4,
+            "samples": [sample],
+            "raw_reward": [0.0, np.float64(1.0)],
+        },
         tmp_path / "4.pt",
     )
     table = {"step": [5], "prompt": [[{"role": "user", "content": "1+1="}]], "completion": ["2"]}
-    table |= {"correct": [1.0], "advantage": [0.25], "answer": ["2"]}
+    table |= {"correct": [1.0], "other": [float("nan")], "advantage": [0.25], "answer": ["2"]}
     parquet.write_table(pa.table(table), tmp_path / "completions_00005.parquet")
     slime, trl = read([tmp_path])
     assert (slime.step, slime.reward, slime.kept("log_probs").tolist()) == (4, 1.0, [-1.0, -3.0])
@@ -132,14 +137,45 @@ def test_dumps_of_every_trainer_are_read(tmp_path: Path) -> None:
     assert trl.advantages is not None and trl.advantages.tolist() == [0.25]
 
 
+def test_a_file_that_is_cut_off_is_named_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"input": "1+1=", "output": "two\u2028lines", "gts": "2", "score": 1.0, "step": 1}
+    whole = {**entry, "uid": "a_0_0"}
+    padding = {**entry, "output": "", "score": 0.0, "uid": f"pad{'0f' * 16}_3_0"}
+    lines = [json.dumps(each, ensure_ascii=False) for each in (whole, padding)]
+    (tmp_path / "1.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    torch.save({"format_version": 2, "rollout_id": 4, "samples": []}, tmp_path / "4.pt")
+    cut = (tmp_path / "4.pt").read_bytes()[:200]
+    (tmp_path / "4.pt").write_bytes(cut)
+    (tmp_path / "5.pt").write_bytes(b"")
+    (tmp_path / "6.jsonl").write_text(lines[0][:20])
+    (only,) = read([tmp_path])  # without verl's row of padding
+    assert only.text == "two\u2028lines"
+    said = capsys.readouterr().err
+    assert [
+        name for name in ("1.jsonl", "4.pt", "5.pt", "6.jsonl") if f"{name}: cannot" in said
+    ] == [
+        *("4.pt", "5.pt", "6.jsonl"),
+    ]
+
+
+def test_a_response_without_a_sampled_token_gives_no_figure_of_tokens() -> None:
+    masked = row(
+        log_probs=[-1.0], rollout_log_probs=[-1.0], advantages=[1.0], mask=[False], entropy=[1.0]
+    )
+    assert not any(by_name([masked]).get(name) for name in (ENTROPY, SURPRISAL, PACKED))
+    kept = row(log_probs=[-2.0], rollout_log_probs=[-1.0], advantages=[1.0], entropy=[3.0])
+    assert by_name([masked, kept])[ENTROPY] == {1: 3.0}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.pt", b"not torch", "cannot be read as a dump"),
-        ("a.jsonl", b'{"step": 1}', "cannot be read as a dump: KeyError: 'input'"),
-        ("a.parquet", b"not parquet", "cannot be read as a dump"),
         ("a.csv", b"", "is no dump and contains none"),
-        ("a.jsonl", b"", "the dumps have no responses"),
+        ("a.jsonl", b"", "no file of the dumps has a response"),
+        ("a.jsonl", b'{"step": 1}', "a.jsonl: cannot be read: KeyError"),
+        ("a.parquet", b"not parquet", "a.parquet: cannot be read: ArrowInvalid"),
     ],
 )
 def test_what_is_no_dump_is_refused(

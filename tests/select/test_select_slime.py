@@ -160,12 +160,14 @@ def test_samples_of_one_response_have_one_gate(selected: Path) -> None:
 
 def test_metrics_reach_slimes_own(selected: Path) -> None:
     (update,) = both(selected / "pp2cp2", "grpo", range(1))
-    assert {"stare/gate", "stare/select_seconds"} <= set(update["logged"])
+    assert {"stare/gate", "stare/seconds"} <= set(update["logged"])
 
 
 def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    program("resume", folder)
+    program("resume", folder, 4, 1, 2)  # two data ranks on each of two stages
+    states = [json.loads(line) for line in (folder / "run/states.txt").read_text().splitlines()]
+    assert [state["rollout_id"] for state in states] == [0, 1, 2, 3]  # one rank writes them
     undisturbed = both(folder, "whole", range(4))
     agree(undisturbed)
     for first in (1, 2, 3):
@@ -173,8 +175,8 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
         for again, before in zip(taken_up, undisturbed[first:], strict=True):
             for column in ("codes", "weights", "weighted"):
                 np.testing.assert_array_equal(again[column], before[column], err_msg=column)
-        state = (folder / f"from{first}-0.json").read_text()
-        assert state == (folder / "whole-0.json").read_text()
+        states_ = {(folder / f"from{first}-{rank}.json").read_text() for rank in (2, 3)}
+        assert states_ == {(folder / "whole-2.json").read_text()}
 
 
 def test_slimes_own_dumps_are_explained(tmp_path: Path) -> None:
@@ -208,12 +210,13 @@ def test_what_makes_it_inexact_is_refused(tmp_path: Path) -> None:
         "stapo": "stare: slime divides by all tokens",
         "setting": "clip_high: belongs to the trainer's loss",
         "negative": "slime: entropies lie below 0",
+        "positive": "slime: log_probs lie above 0",
         "state": f"{folder}/run/stare_select.jsonl: there is no state of the selector after",
         "share": "the saved state has other settings: share was 0.3, now 0.4",
     }
     assert {name for name, message in found.items() if message} == expected.keys()
     assert {name for name, message in found.items() if not message} == {
-        *("trusted", "found", "probe"),
+        *("trusted", "found", "probe", "fresh", "critic"),
     }
     for name, begins in expected.items():
         assert found[name].startswith(begins), (name, found[name])
@@ -230,8 +233,12 @@ def test_slime_calls_the_function_as_this_test_does() -> None:
     read = set(re.findall(r"\bargs\.(\w+)", adapter))
     assert read - {"save", "load"} and "use_rollout_entropy" in read
     for name in read - {"save", "load"}:  # Megatron's own
-        assert f'"--{name.replace("_", "-")}"' in arguments, name
+        flag = f'"--{name.replace("_", "-")}"'
+        assert flag in arguments or f"args.{name} = " in arguments, name
     assert "setattr(args, k, v)" in arguments  # of --custom-config-path
     reused = actor[actor.index("can_reuse_log_probs_in_loss = (") :][:900]
     assert "not self.args.get_mismatch_metrics" in reused
     assert "not self.args.keep_old_actor" in reused
+    assert "custom_tis_function_path must be set when get_mismatch_metrics is set" in arguments
+    loss = (SLIME / "slime/backends/megatron_utils/loss.py").read_text()
+    assert "pg_loss, modified_response_masks, tis_metrics = tis_func(**tis_kwargs)" in loss

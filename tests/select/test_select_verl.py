@@ -121,9 +121,16 @@ def test_a_session_with_several_rows_has_one_gate(selected: Path) -> None:
     assert parted  # a row of a session would have another gate by itself
 
 
+def test_each_mode_of_verl_has_a_trainer(selected: Path) -> None:
+    modes = json.loads((selected / "modes.json").read_text())
+    assert modes.keys() == {"sync", "colocate_async", "separate_async"}
+    assert all(found == [mode, True] for mode, found in modes.items())
+
+
 def test_metrics_reach_verls_own(selected: Path) -> None:
     (names,) = {tuple(update["metrics"]) for update in updates(selected, "two")}
-    assert {"stare/gate", "entropy/mean", "stare/select_seconds"} <= set(names)
+    assert {"stare/gate", "entropy/mean", "stare/selected_negative"} <= set(names)
+    assert not [name for name in names if "minus" in name]  # verl would log the least of them
 
 
 def test_a_resumed_trainer_goes_on_alike(tmp_path: Path) -> None:
@@ -164,12 +171,13 @@ def test_what_makes_it_inexact_is_refused(tmp_path: Path) -> None:
         "stapo": "stare: verl divides by all tokens",
         "setting": "clip_high: belongs to the trainer's loss",
         "entropies": "verl: entropies lie below 0",
+        "log_probs": "verl: old_log_probs lie above 0",
         "probe": "verl: Renamed._compute_advantage has no parameter batch",
         "squared": "verl: the loss is not linear in the advantages",
     }
     assert {name for name, message in found.items() if message} == expected.keys()
     assert {name for name, message in found.items() if not message} == {
-        *("trusted", "vanilla", "cispo", "gpg"),
+        *("trusted", "vanilla", "cispo", "gpg", "fresh"),
     }
     for name, begins in expected.items():
         assert found[name].startswith(begins), (name, found[name])

@@ -98,6 +98,16 @@ def test_flat_input_equals_padded_input() -> None:
     assert torch.equal(found.weights, padded.weights[mask])
 
 
+@pytest.mark.parametrize("index", [-1, 2**32])
+def test_an_index_that_no_key_can_hold_is_refused(index: int) -> None:
+    numbers = torch.tensor([0, index])
+    flat = {name: torch.ones(2) for name in ("entropies", "advantages", "mask")}
+    with pytest.raises(DataError, match="an index is negative, or 2\\^32 or larger"):
+        Selector("stare").update(
+            -torch.ones(2), **flat, sequence=torch.zeros(2, dtype=torch.int64), index=numbers
+        )
+
+
 def test_a_resumed_selector_goes_on_alike() -> None:
     settings = {"variant": "C2", "adaptive": True, "entropy_target": 0.29}
     whole, first, batches = Selector(**settings), Selector(**settings), drawn(6)

@@ -144,11 +144,15 @@ class WholeSum(GRPOTrainer):
         return super()._compute_loss(model, inputs) ** 2
 
 
-class Renamed(StareGRPOTrainer):
+class Renamed(GRPOTrainer):
     """An upstream with another parameter."""
 
     def _save_checkpoint(self, model: Any, attempt: Any) -> None:
         raise NotImplementedError
+
+
+class RenamedStare(StareGRPOTrainer, Renamed):
+    """The adapter over it."""
 
 
 def refuse(folder: Path) -> None:
@@ -167,7 +171,7 @@ def refuse(folder: Path) -> None:
         found[name] = _message(lambda more=more: trainer(StareGRPOTrainer, config(folder, **more)))
     stapo = {"stare": {"method": "stapo"}}
     found["stapo"] = _message(lambda: trainer(StareGRPOTrainer, config(folder), **stapo))
-    found["renamed"] = _message(lambda: trainer(Renamed, config(folder)))
+    found["renamed"] = _message(lambda: trainer(RenamedStare, config(folder)))
 
     class Changed(StareGRPOTrainer, WholeSum):
         pass

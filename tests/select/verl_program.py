@@ -78,9 +78,9 @@ def put(step: int) -> Any:
 class Workers:
     """Stands for verl's worker group."""
 
-    def __init__(self, ranks: int, entropy: float) -> None:
+    def __init__(self, ranks: int, signs: dict[str, int]) -> None:
         self._dispatch_info = {"actor": list(range(ranks))}
-        self.entropy = entropy
+        self.signs = {"log_probs": -1, "entropy": 1} | signs
 
     def compute_log_prob(self, batch: Any) -> Any:
         data = tq.kv_batch_get(
@@ -91,8 +91,9 @@ class Workers:
         for ids in rows:
             source = source_of(*ids.tolist())
             # rounded, so that values tie within and between rows
-            columns["log_probs"].append(-np.round(2 * source.gamma(1.0, 1.0, len(ids))) / 2)
-            columns["entropy"].append(source.gamma(1.0, self.entropy, len(ids)))
+            rounded = np.round(2 * source.gamma(1.0, 1.0, len(ids))) / 2
+            columns["log_probs"].append(self.signs["log_probs"] * rounded)
+            columns["entropy"].append(self.signs["entropy"] * source.gamma(1.0, 0.5, len(ids)))
         fields = [
             {name: torch.tensor(values[at]).float() for name, values in columns.items()}
             for at in range(len(rows))
@@ -104,6 +105,7 @@ class Workers:
         )
 
     def save_checkpoint(self, local: str, *_: object, **__: object) -> None:
+        assert Path(local).with_name("stare_select.json").exists()  # before verl's own files
         Path(local).mkdir(parents=True)
 
     def load_checkpoint(self, local_path: str, **_: object) -> None:
@@ -132,10 +134,10 @@ def stare(**more: Any) -> list[str]:
     return ["trainer.v1.trainer_mode=stare_sync"] + [f"+stare.{k}={v}" for k, v in settings.items()]
 
 
-def trainer(folder: Path, *overrides: str, ranks: int = 2, entropy: float = 0.5) -> Any:
+def trainer(folder: Path, *overrides: str, ranks: int = 2, **signs: int) -> Any:
     config = configured(folder, *overrides)
     made = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
-    made.actor_rollout_wg = Workers(ranks, entropy)
+    made.actor_rollout_wg = Workers(ranks, signs)
     made.tokenizer = SimpleNamespace(eos_token_id=1)
     made.train_dataloader = StatefulDataLoader(list(range(8)), batch_size=2)
     made._load_checkpoint()
@@ -202,6 +204,20 @@ def select(folder: Path) -> None:
         "rejecting": ([*stare(), *rejecting], 2),
         "by_session": (stare(gate="sample", entropy_target=0.5), 2),
     }
+    modes = {}
+    for mode in ("sync", "colocate_async", "separate_async"):
+        mine = [*stare(), f"trainer.v1.trainer_mode=stare_{mode}"]
+        # as verl asks of the trainer with rollout on other GPUs
+        mine += [
+            "actor_rollout_ref.rollout.nnodes=1",
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        ]
+        mine += ["actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"]
+        mine += ["trainer.v1.separate_async.parameter_sync_step=1"]
+        config = configured(folder / "none", *mine)
+        made = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+        modes[mode] = [made.trainer_mode, isinstance(made, get_trainer_cls(mode))]
+    (folder / "modes.json").write_text(json.dumps(modes))
     for name, (overrides, ranks) in cases.items():
         made = trainer(folder / "none", *overrides, ranks=ranks)
         write(folder, name, made, [step(made, marked=name == "marked") for _ in range(2)])
@@ -237,23 +253,6 @@ def refuse(folder: Path) -> None:
         (lost / "global_step_1" / "stare_select.json").unlink(missing_ok=True)
         trainer(lost, *stare(), *overrides)
 
-    def with_entropies_below_0(**more: Any) -> None:
-        made = trainer(folder / "none", *stare(**more), entropy=0.5)
-        given = made.actor_rollout_wg.compute_log_prob
-
-        def negative(batch: Any) -> Any:
-            batch = given(batch)
-            data = tq.kv_batch_get(
-                keys=batch.keys, partition_id=batch.partition_id, select_fields=["entropy"]
-            )
-            data["entropy"] = data["entropy"] * -1
-            return tq.kv_batch_put(
-                keys=batch.keys, partition_id=batch.partition_id, fields=data.select("entropy")
-            )
-
-        made.actor_rollout_wg.compute_log_prob = negative
-        step(made)
-
     def started(*overrides: str, **more: Any) -> Any:
         return lambda: trainer(folder / "none", *stare(**more), *overrides)
 
@@ -268,8 +267,10 @@ def refuse(folder: Path) -> None:
             folder, "trainer.v1.trainer_mode=stare_sync", "+stare.method=stapo"
         ),
         "setting": started(clip_high=0.28),
-        "entropies": with_entropies_below_0,
-        "probe": lambda: adapter.expect(adapter.probe(Renamed), "verl", "0.9.1", False),
+        "entropies": lambda: step(trainer(folder / "none", *stare(), entropy=-1)),
+        "log_probs": lambda: step(trainer(folder / "none", *stare(), log_probs=1)),
+        "probe": lambda: RenamedStare(configured(folder, *stare())),
+        "fresh": lambda: without_state("+stare.fresh_state=true"),
         "squared": squared(started()),
         "trusted": squared(started(trust_upstream=True)),
         "vanilla": started(f"{loss}=vanilla"),
@@ -296,11 +297,15 @@ def dump(folder: Path) -> None:
         )
 
 
-class Renamed(adapter.PPOTrainer):
+class Renamed(adapter.PPOTrainerSync):
     """An upstream with another parameter."""
 
     def _compute_advantage(self, data: Any, metrics: Any) -> None:
         raise NotImplementedError
+
+
+class RenamedStare(adapter.StareMixin, Renamed):
+    """The adapter over it."""
 
 
 def squared(call: Any) -> Any:
