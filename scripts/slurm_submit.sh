@@ -91,7 +91,7 @@ submit() {
         --ntasks-per-node=1 "--time=$time" "--job-name=${JOB_NAME:-$(name_of "$script" "$@")}"
         "--output=${LOG:-$WORK/slurm-%j.log}" "--chdir=$WORK" --export=ALL)
     [ "$gpus" = 0 ] || sbatch+=("--gpus-per-node=$gpus")
-    if [ -n "${CPUS_PER_NODE:-}" ]; then sbatch+=("--cpus-per-task=$CPUS_PER_NODE"); else sbatch+=(--exclusive); fi
+    if [ -n "${CPUS_PER_NODE:-}" ]; then sbatch+=("--cpus-per-task=$CPUS_PER_NODE"); else sbatch+=(--exclusive --mem=0); fi
     [ -z "${PARTITION:-}" ] || sbatch+=("--partition=$PARTITION")
     [ -z "${ACCOUNT:-}" ] || sbatch+=("--account=$ACCOUNT")
     [ -z "${QOS:-}" ] || sbatch+=("--qos=$QOS")

@@ -18,7 +18,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         talks = args.data_set == "retool_sft"
         hub = RETOOL if talks else DATA_SETS[args.data_set].hub
-        rows = [row for file in args.files or [hub] for _, _, row in read_rows(file)[0]]
+        rows = Counted(row for file in args.files or [hub] for _, _, row in read_rows(file)[0])
         tasks: list[Any]
         if talks:
             tasks, dropped = conversations(rows, args.against, args.ngram)
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
             tasks, dropped = prepare(args.data_set, rows, args.against, args.ngram)
         for why, number in dropped.most_common():
             print(f"dropped {number:>8,}  {why}")
-        print(f"{len(tasks):,} {'conversations' if talks else 'tasks'} of {len(rows):,} rows")
+        print(f"{len(tasks):,} {'conversations' if talks else 'tasks'} of {rows.seen:,} rows")
         if not tasks:
             raise DataError(
                 "no row is a task",
@@ -245,6 +245,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+class Counted:
+    """Passes rows on, one at a time, and counts them."""
+
+    def __init__(self, rows: Iterable[Any]) -> None:
+        self._rows, self.seen = rows, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self._rows:
+            self.seen += 1
+            yield row
 
 
 def prepare(
@@ -259,11 +271,19 @@ def prepare(
     """
     dropped: Counter[str] = Counter()
     tasks: list[Task] = []
+    have: set[tuple[str, str]] = set()
     for number, row in enumerate(rows, 1):
         try:
-            tasks.append(task(name, row, number))
+            found_here = task(name, row, number)
         except Dropped as reason:
             dropped[str(reason)] += 1
+            continue
+        # DAPO's set holds each problem about a hundred times
+        if (pair := (found_here["prompt"], found_here["answer"])) in have:
+            dropped["repeats another"] += 1
+            continue
+        have.add(pair)
+        tasks.append(found_here)
     found = without_repeats((each["prompt"], each["answer"]) for each in tasks)
     dropped["repeats another"] += len(found.repeated)
     dropped["repeats another and has another answer (all of them)"] += len(found.contradicted)

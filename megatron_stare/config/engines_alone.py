@@ -17,14 +17,18 @@ OF_SERVERS = ("sglang",)
 
 def engines_alone(config: Config, folder: str | None = None) -> Config:
     """Returns a configuration without colocation and without routing replay, since both need a
-    trainer.
+    trainer. Servers that were to share GPUs with the trainer get their weights from disk, because
+    `tensor` reaches only servers on the sender's own GPU.
 
     Args:
         folder: Hugging Face folder that replaces model.path, so that tokenizer and stop tokens
             match the weights. None keeps model.path.
     """
+    of_servers: dict[str, Any] = {"colocated": False}
+    if config.sglang.colocated and config.sglang.sync == "tensor":
+        of_servers["sync"] = "disk"
     changed: dict[str, Any] = {
-        "sglang": config.sglang.model_copy(update={"colocated": False}),
+        "sglang": config.sglang.model_copy(update=of_servers),
         "moe": config.moe.model_copy(update={"routing_replay": False}),
     }
     if folder is not None:

@@ -203,7 +203,12 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
             fix=f"pip install datasets, or {instead}",
         ) from error
     try:
-        found = [dict(row) for row in datasets.load_dataset(repository, configuration, split=split)]
+        found = datasets.load_dataset(repository, configuration, split=split)
+        checksum = zlib.crc32(b"[")  # that of all rows as one JSON list, a row at a time
+        for number, row in enumerate(found):
+            text = (", " if number else "") + json.dumps(dict(row), sort_keys=True, default=str)
+            checksum = zlib.crc32(text.encode(), checksum)
+        checksum = zlib.crc32(b"]", checksum)
     # any error of `datasets` and its dependencies: no network, no such name, no access
     except Exception as error:
         raise DataError(
@@ -211,8 +216,7 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
             where=name,
             fix=f"set HF_HUB_OFFLINE=0 where there is a network, or {instead}",
         ) from error
-    checksum = zlib.crc32(json.dumps(found, sort_keys=True, default=str).encode())
-    return ((n, f"{name}, row {n}", row) for n, row in enumerate(found, 1)), checksum
+    return ((n, f"{name}, row {n}", dict(row)) for n, row in enumerate(found, 1)), checksum
 
 
 def record_of(

@@ -222,7 +222,8 @@ class Saves(Part):
         if not isinstance(error, KeyboardInterrupt):
             return
         with contextlib.suppress(UserError):
-            self._checkpoints.finish(seconds_left() or INTERRUPTED_S)
+            # one that takes a minute is worth it, as long as nothing hurries
+            self._checkpoints.finish(seconds_left() if is_to_be_saved() else INTERRUPTED_S)
         due = is_to_be_saved() and self._state.step and self._state.step != self._checkpoints.newest
         if due and not self._guards.ends:  # else a resume would start from the bad step
             if self._config.sglang.colocated:

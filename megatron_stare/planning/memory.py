@@ -34,6 +34,9 @@ from megatron_stare.rollout.engines.replicas import ServedMemory, served_memory
 # Assumed bytes of a process for the CUDA context, the buffers of libraries and NCCL, and allocator
 # fragmentation. Not measured on a GPU.
 PROCESS_BYTES = 1_500_000_000
+# Assumed bytes that a server keeps beside a trainer: the same, and about 2 GB of CUDA graphs, which
+# SGLang releases only with SGLANG_MEMORY_SAVER_CUDA_GRAPH (sgl-project/sglang, issue 10217).
+SERVER_BYTES = 4_000_000_000
 
 ITEMS = {
     "parameters": "parameters",
@@ -142,7 +145,8 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
             servers.
         offload: the setting `memory.offload`. Only used if colocated.
     """
-    sizes = {**asdict(needs), "processes": PROCESS_BYTES * (2 if colocated else 1)}
+    processes = PROCESS_BYTES + (SERVER_BYTES if colocated else 0)
+    sizes = {**asdict(needs), "processes": processes}
     stays = _STAYS[offload] if colocated else _TRAINER
     phases: dict[str, dict[str, int]] = {}
     for phase, wanted in _PHASES.items():

@@ -37,6 +37,10 @@ def test_engines_without_a_trainer_share_nothing_with_one() -> None:
         "/elsewhere",
     )
     assert engines_alone(run).model.path == run.model.path
+    # a process that evaluates is on no server's GPU, so handles of its memory reach none
+    assert (run.sglang.sync, alone.sglang.sync) == ("tensor", "disk")
+    apart = run.model_copy(update={"sglang": run.sglang.model_copy(update={"colocated": False})})
+    assert engines_alone(apart).sglang.sync == "tensor"
     restored = {"sglang": run.sglang, "moe": run.moe, "model": run.model}
     assert alone.model_copy(update=restored) == run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
@@ -150,6 +151,18 @@ def test_a_dataset_is_named_with_its_configuration_and_its_split(monkeypatch, na
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     (record,), _ = read_records(name)
     assert (record.prompt, record.where) == (str(asked), f"{name}, row 1")
+
+
+def test_a_dataset_is_told_by_all_its_rows(monkeypatch):
+    """Earlier runs have recorded the checksum of all rows as one list."""
+    rows = [{"prompt": f"{n}=", "answer": n} for n in range(3)]
+    library = SimpleNamespace(load_dataset=lambda *_, **__: rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    for count in (1, 3):
+        del rows[count:]
+        expected = zlib.crc32(json.dumps(rows, sort_keys=True).encode())
+        assert read_records("hf:owner/name")[1] == expected
+        rows += [{"prompt": f"{n}=", "answer": n} for n in range(count, 3)]
 
 
 def test_mixed_by_weight_and_each_file_walked_through(tmp_path):

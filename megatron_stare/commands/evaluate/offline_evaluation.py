@@ -19,7 +19,7 @@ import torch
 
 from megatron_stare.cluster.engines_alone import FolderWeights, make_engines
 from megatron_stare.commands.evaluate.evaluation_folder import EvaluationFolder
-from megatron_stare.config.engines_alone import engines_alone
+from megatron_stare.config.engines_alone import engines_alone, synced_in
 from megatron_stare.config.load import dump_yaml, with_absolute_paths
 from megatron_stare.config.process_settings import check_environment, check_ports, port_share
 from megatron_stare.config.schema import Config
@@ -185,7 +185,7 @@ def run(
         engines: EnginePool | None = None
         if any(each.left for each in missing.values()):
             with watched.phase("start"):
-                runner = make_engines(config, note)
+                runner = make_engines(synced_in(config, out), note)
             stack.callback(runner.close)
             for line in runner.notes():
                 note(line)

@@ -1,0 +1,57 @@
+"""A checkpoint under way when a run ends gets the time that the end leaves."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_stare.driver.parts import INTERRUPTED_S, Saves
+from megatron_stare.process import interruption
+from megatron_stare.process.interruption import Interruption
+
+
+class UnderWay:
+    """Stands for checkpoints of which one is being written, and notes how long it is waited for."""
+
+    newest = 3
+
+    def __init__(self) -> None:
+        self.waits: list[float | None] = []
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        self.waits.append(timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("number", "deadline_s", "gave_up", "longest"),
+    [
+        (signal.SIGUSR1, None, False, None),  # Slurm's early signal: no limit of ours
+        (None, None, False, None),  # --stop-after
+        (signal.SIGTERM, 25.0, False, 25.0),
+        (signal.SIGTERM, None, True, INTERRUPTED_S),  # the update did not end in time
+    ],
+)
+def test_a_save_under_way_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    number: int | None,
+    deadline_s: float | None,
+    gave_up: bool,
+    longest: float | None,
+) -> None:
+    current = Interruption()
+    current.number, current.gave_up, current.grace_s = number, gave_up, 30.0
+    current.time_is_up = number is None
+    current.deadline = None if deadline_s is None else time.monotonic() + deadline_s
+    monkeypatch.setattr(interruption, "_current", current)
+    checkpoints = UnderWay()
+    state, guards = SimpleNamespace(step=3), SimpleNamespace(ends=False)
+    saves = Saves(None, checkpoints, state, guards, None, None, None, None)  # type: ignore[arg-type]
+    saves.close(KeyboardInterrupt, KeyboardInterrupt(), None)
+    (waited,) = checkpoints.waits
+    if longest is None:
+        assert waited is None
+    else:
+        assert waited is not None and longest - 5 < waited <= longest
