@@ -114,6 +114,16 @@ def test_servers_are_killed_with_it_and_the_same_command_goes_on(tmp_path: Path)
 
 
 @real
+def test_the_servers_of_a_colocated_recipe_take_weights_from_disk(tmp_path: Path) -> None:
+    """A recipe's `sync: tensor` reaches servers on the trainer's GPUs, and there is no trainer."""
+    few = ("eval.prompts=8", "eval.samples=2")
+    colocated = ("sglang.colocated=true", "sglang.cache_tokens=4000", "sglang.sync=tensor")
+    found = evaluate(tmp_path / "out", *SERVED, *few, *colocated, said="avg@2")
+    assert found == evaluate(tmp_path / "apart", *SERVED, *few, said="avg@2")
+    assert not (tmp_path / "out" / "weight_sync").exists()
+
+
+@real
 def test_servers_that_are_attached_to(tmp_path: Path) -> None:
     """They come with other weights, and are given those of the checkpoint, by each way there is."""
     here = evaluate(tmp_path / "local", "runtime.runner=inline")

@@ -7,6 +7,7 @@ results, for this command and for training.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -19,7 +20,7 @@ import torch
 
 from megatron_stare.cluster.engines_alone import FolderWeights, make_engines
 from megatron_stare.commands.evaluate.evaluation_folder import EvaluationFolder
-from megatron_stare.config.engines_alone import engines_alone, synced_in
+from megatron_stare.config.engines_alone import SYNC_FOLDER, engines_alone, synced_in
 from megatron_stare.config.load import dump_yaml, with_absolute_paths
 from megatron_stare.config.process_settings import check_environment, check_ports, port_share
 from megatron_stare.config.schema import Config
@@ -184,6 +185,7 @@ def run(
         stack.callback(watched.close)
         engines: EnginePool | None = None
         if any(each.left for each in missing.values()):
+            stack.callback(_remove_if_empty, out / SYNC_FOLDER)
             with watched.phase("start"):
                 runner = make_engines(synced_in(config, out), note)
             stack.callback(runner.close)
@@ -227,6 +229,11 @@ def _missing(folder: EvaluationFolder, name: str, evaluation: Evaluation) -> _Mi
         keys = [(prompt.cursor, index) for prompt in evaluation.prompts for index in range(samples)]
         wanted, left = wanted + len(keys), left + sum(key not in known for key in keys)
     return _Missing(wanted, left)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # there is none, or a server has not removed its files
+        folder.rmdir()
 
 
 def _load(
