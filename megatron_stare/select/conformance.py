@@ -183,7 +183,7 @@ def conform(batches: list[Batch], settings: Mapping[str, Any], ranks: int) -> di
         return found
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_on_rank, (ranks, folder, batches, dict(settings)), nprocs=ranks)
-        of_ranks = torch.load(f"{folder}/found.pt")
+        of_ranks = torch.load(f"{folder}/found.pt", weights_only=True)
     for name in of_ranks[0]:
         fault = next((f"rank {r}: {f[name]}" for r, f in enumerate(of_ranks) if f[name]), None)
         found[f"{name}, {ranks} processes"] = fault
