@@ -320,8 +320,12 @@ def test_of_a_cluster_elsewhere_the_rank_says_what_it_lacks(tmp_path: Path) -> N
     ],
 )
 def test_environment_of_trainer_ranks(overrides: tuple[str, ...], queues: str | None) -> None:
-    """Ranks that exchange activations inside a layer have one hardware queue."""
+    """Ranks that exchange activations inside a layer have one hardware queue. Products of float32
+    are not rounded to TF32."""
     expected = {} if queues is None else {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    in_16_bits = load_config(QUICKSTART, [*overrides, "model.dtype=bfloat16"])
+    assert environment(in_16_bits) == expected
+    expected = expected | {"NVIDIA_TF32_OVERRIDE": "0"}
     assert environment(load_config(QUICKSTART, [*overrides])) == expected
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
     given = [*overrides, f"performance.cuda_allocator={allocator['PYTORCH_CUDA_ALLOC_CONF']}"]

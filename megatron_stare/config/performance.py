@@ -276,6 +276,8 @@ def environment(config: Config) -> dict[str, str]:
     named = {
         "CUDA_DEVICE_MAX_CONNECTIONS": connections(config),
         "PYTORCH_CUDA_ALLOC_CONF": config.performance.cuda_allocator,
+        # Transformer Engine multiplies float32 as TF32 otherwise, with three digits
+        "NVIDIA_TF32_OVERRIDE": 0 if config.model.dtype == "float32" else None,
     }
     return {name: str(value) for name, value in named.items() if value is not None}
 

@@ -253,6 +253,12 @@ def _check_cuda(config: Config, experts: bool) -> None:
             where="parallel.context",
             fix="set it to 1, or install Transformer Engine",
         )
+    if config.parallel.context > 1 and config.model.dtype == "float32":
+        raise ConfigError(
+            "Transformer Engine's attention over context ranks takes 16 bits only",
+            where="parallel.context",
+            fix="set it to 1, or model.dtype to bfloat16 or float16",
+        )
 
 
 def check_profile(config: Config) -> None:

@@ -42,8 +42,9 @@ ATTEMPTS, FIRST_PAUSE_S = 5, 0.5  # of requests to a server; the pause doubles
 _LONGEST_REPLY = 1 << 22  # bytes
 _FIX = (
     "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces,"
-    " AppArmor's profile of bwrap, the container's seccomp profile) and raise memory_mb, or set"
-    " sandbox: remote and sandbox_url"
+    " kernel.apparmor_restrict_unprivileged_userns=0, for a container --security-opt"
+    " seccomp=unconfined and apparmor=unconfined) and raise memory_mb, or set sandbox: remote and"
+    " sandbox_url"
 )
 
 
@@ -134,6 +135,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
+            env=_VARIABLES,  # bwrap's own --clearenv came with 0.5, and RHEL 9 has 0.4
         )
         try:
             found = self.ask("print(1)", START_S)
@@ -374,10 +376,8 @@ def command() -> list[str]:
     libraries and to this Python, and no access to other files of the machine."""
     script = "/sandbox_worker.py"
     return [
-        "bwrap",
-        *("--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
-        *("--hostname", "sandbox"),
-        *(word for name, value in _VARIABLES.items() for word in ("--setenv", name, value)),
+        shutil.which("bwrap") or "bwrap",
+        *("--unshare-all", "--die-with-parent", "--new-session", "--hostname", "sandbox"),
         *_system(),
         *("--proc", "/proc", "--dev", "/dev", "--tmpfs", sandbox_worker.SCRATCH),
         *("--ro-bind", str(Path(sandbox_worker.__file__).resolve()), script),

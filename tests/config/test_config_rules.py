@@ -153,6 +153,16 @@ def test_the_distributed_optimizer_trains_on_cuda_whatever_adam_there_is(
 
 
 @on_a_cpu
+def test_context_ranks_of_cuda_attend_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # all is installed
+    layout = ["parallel.tensor=1", "parallel.context=2", "optimizer.distributed=true"]
+    check_device(load_config(QUICKSTART, [*layout, "model.dtype=bfloat16"]), experts=False)
+    with pytest.raises(ConfigError, match="takes 16 bits only"):
+        check_device(load_config(QUICKSTART, layout), experts=False)
+
+
+@on_a_cpu
 @pytest.mark.parametrize("name", ["transformer_engine", "apex"])
 def test_experts_run_on_cuda_with_transformer_engine_alone(
     monkeypatch: pytest.MonkeyPatch, name: str

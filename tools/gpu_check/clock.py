@@ -17,6 +17,7 @@ def exact_products() -> None:
     """float32 products in float32, where a GPU would take TF32. Before the process's first
     product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which `repeatable` wants
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine reads no flag of torch
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
