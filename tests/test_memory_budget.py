@@ -14,6 +14,7 @@ from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.memory import (
     PROCESS_BYTES,
+    SERVER_BYTES,
     Fit,
     Needs,
     budget,
@@ -23,6 +24,7 @@ from megatron_stare.planning.memory import (
 )
 
 GB = 10**9
+BOTH = PROCESS_BYTES + SERVER_BYTES  # of a rank and a server on one GPU
 QWEN_32B = str(Path(__file__).parent.parent / "assets" / "architectures" / "qwen2.5-32b")
 # powers of two: a sum says what is in it
 NEEDS = Needs(*(2**n * GB for n in range(10)))
@@ -43,7 +45,7 @@ NEEDS = Needs(*(2**n * GB for n in range(10)))
 def totals(needs: Needs = NEEDS, **settings: Any) -> dict[str, float]:
     """GB, without what processes take."""
     found = budget(needs, 0, **settings)
-    processes = PROCESS_BYTES * (2 if settings["colocated"] else 1)
+    processes = PROCESS_BYTES + (SERVER_BYTES if settings["colocated"] else 0)
     return {phase: (found.total(phase) - processes) / GB for phase in found.phases}
 
 
@@ -95,7 +97,7 @@ def test_a_reference_that_moves_is_there_in_its_pass_alone():
 def test_the_room_of_a_cache_is_that_of_its_fullest_phase():
     found = budget(NEEDS, 900 * GB, colocated=True, offload="all")
     assert found.over == []
-    assert found.cache_room == 900 * GB - PARAMETERS * GB - SERVED * GB - 2 * PROCESS_BYTES
+    assert found.cache_room == 900 * GB - PARAMETERS * GB - SERVED * GB - BOTH
     exact = budget(NEEDS, found.total("canary"), colocated=True, offload="all")
     assert exact.over == []
     assert exact.cache_room == CACHE * GB
@@ -118,7 +120,7 @@ def test_the_table_has_a_row_an_item_and_a_column_a_phase():
     (parameters,) = (row for row in rows if row.startswith("parameters"))
     assert parameters.split()[1:] == ["1.0"] * 5  # not while servers generate
     assert last.split()[:3] == ["together,", "of", "100.0"]
-    assert float(last.split()[3]) == SERVED + CACHE + 2 * PROCESS_BYTES / GB
+    assert float(last.split()[3]) == SERVED + CACHE + BOTH / GB
 
 
 def run_of(**sections: dict[str, Any]) -> ResolvedRun:
@@ -156,7 +158,7 @@ def test_a_32b_run_by_its_matrices():
     assert rollout == {
         "served": 32_763_876_352 * 2 // 4,
         "cache": 64 * GB - 32_763_876_352 * 2 // 4,
-        "processes": 2 * PROCESS_BYTES,
+        "processes": BOTH,
     }
     assert update["parameters"] == pytest.approx(2.146 * GB, abs=1e6)
     assert update["gradients"] == 2 * update["parameters"]  # float32 beside bfloat16
@@ -170,16 +172,16 @@ def test_a_32b_run_by_its_matrices():
 
 
 def test_a_share_that_leaves_the_trainer_no_room_is_refused_by_numbers():
-    """0.95 of 80 GB, the parameters' 2.146 and 3.0 of two processes are 81.1; 0.93 of it is what
+    """0.95 of 80 GB, the parameters' 2.146 and 5.5 of two processes are 83.6; 0.9 of it is what
     goes."""
     run = run_of(sglang={"memory_fraction": 0.95})
     with pytest.raises(ConfigError) as refused:
         Fit(80 * GB).require(run)
     text = str(refused.value)
-    assert "a GPU of 80.0 GB is too small for the phases canary\n" in text
-    assert "81.1" in text.split("together, of 80.0")[1]
-    assert "fix: sglang.memory_fraction=0.93; or more ranks" in text
-    Fit(80 * GB).require(run_of(sglang={"memory_fraction": 0.93}))
+    assert "a GPU of 80.0 GB is too small for the phases rollout, canary\n" in text
+    assert "83.6" in text.split("together, of 80.0")[1]
+    assert "fix: sglang.memory_fraction=0.9; or more ranks" in text
+    Fit(80 * GB).require(run_of(sglang={"memory_fraction": 0.9}))
 
 
 def test_the_nearest_changes_that_fit_are_named_and_no_others():
