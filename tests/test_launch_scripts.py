@@ -289,6 +289,8 @@ def test_a_submission_prints_the_job_too(recorder: Path) -> None:
         "--partition=h100",
         "--signal=B:USR1@480",
         "--requeue",
+        "--exclusive",
+        "--mem=0",
     } <= set(lines[0])
     assert "recipes/short_cot_qwen2.5_32b" in lines[5] and "run.seed=3" in lines[5]
     assert f"run.dir={recorder.parent}/runs/{recipe}-JOB" in lines[5]

@@ -274,16 +274,16 @@ def prepare(
     have: set[tuple[str, str]] = set()
     for number, row in enumerate(rows, 1):
         try:
-            found_here = task(name, row, number)
+            this = task(name, row, number)
         except Dropped as reason:
             dropped[str(reason)] += 1
             continue
         # DAPO's set holds each problem about a hundred times
-        if (pair := (found_here["prompt"], found_here["answer"])) in have:
+        if (pair := (this["prompt"], this["answer"])) in have:
             dropped["repeats another"] += 1
             continue
         have.add(pair)
-        tasks.append(found_here)
+        tasks.append(this)
     found = without_repeats((each["prompt"], each["answer"]) for each in tasks)
     dropped["repeats another"] += len(found.repeated)
     dropped["repeats another and has another answer (all of them)"] += len(found.contradicted)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ PADDING = re.compile(r"pad[0-9a-f]{32}_\d+_0")  # verl's rows without a response
 NGRAM = 4
 SHARE = 0.1  # of a side's tokens that count as rare; STARE's default
 PACKINGS = 8  # shuffles into micro-batches
+T = TypeVar("T")
+Absent = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Figure:
 
     name: str
     by_step: dict[int, float]
-    absent: tuple[str, ...] = ()
+    absent: Absent = ()
 
 
 def slime(file: Path) -> Iterator[Row]:
@@ -84,11 +86,11 @@ def slime(file: Path) -> Iterator[Row]:
         mask = _array(sample.get("loss_masks"))
         yield Row(
             step=int(dump["rollout_id"]),
-            group=str(tokens[:-length].tolist()),
+            group=str(tokens[: len(tokens) - length].tolist()),
             reward=_number(
                 sample.get("rewards") if raw is None else raw[sample["rollout_position"]]
             ),
-            tokens=tokens[-length:],
+            tokens=tokens[len(tokens) - length :],
             mask=None if mask is None else mask.astype(bool),
             log_probs=_array(sample.get("log_probs")),
             rollout_log_probs=_array(sample.get("rollout_log_probs")),
@@ -195,16 +197,13 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
         rows: the run's responses.
         micro_batch: responses in a micro-batch, for the stability of the selection.
     """
+    by_token = ("log_probs", "advantages")
     wanted: list[tuple[str, tuple[str, ...], Callable[[list[Row]], float]]] = [
         ("entropy, nats", ("entropy",), lambda some: _mean(some, "entropy")),
         ("surprisal of sampled tokens, nats", ("log_probs",), lambda s: -_mean(s, "log_probs")),
-        *(
-            (f"advantage in {side}, share", ("log_probs", "advantages"), _in_quadrant(side))
-            for side in ("L+", "L-", "U+", "U-")
-        ),
         (
             "rare tokens kept when selected by micro-batch, share",
-            ("log_probs", "advantages"),
+            by_token,
             lambda some: stability(some, micro_batch),
         ),
         (
@@ -228,16 +227,24 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
     steps: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         steps[row.step].append(row)
-    found = []
-    for name, needs, of in wanted:
+
+    def by_step(
+        needs: tuple[str, ...], of: Callable[[list[Row]], T]
+    ) -> tuple[Absent, dict[int, T]]:
         absent = tuple(need for need in needs if all(getattr(row, need) is None for row in rows))
-        if absent:
-            found.append(Figure(name, {}, absent))
-            continue
         having = {step: [row for row in some if row.has(needs)] for step, some in steps.items()}
-        values = {step: of(some) for step, some in having.items() if some}
-        found.append(Figure(name, {s: v for s, v in values.items() if np.isfinite(v)}))
-    return found
+        return absent, {} if absent else {step: of(some) for step, some in having.items() if some}
+
+    def figure(name: str, absent: Absent, values: dict[int, float]) -> Figure:
+        return Figure(name, {s: v for s, v in values.items() if np.isfinite(v)}, absent)
+
+    found = [figure(name, *by_step(needs, of)) for name, needs, of in wanted]
+    absent, shares = by_step(by_token, quadrants)
+    sides = [
+        figure(f"advantage in {side}, share", absent, {s: each[side] for s, each in shares.items()})
+        for side in ("L+", "L-", "U+", "U-")
+    ]
+    return [*found[:2], *sides, *found[2:]]
 
 
 def stability(rows: Sequence[Row], micro_batch: int) -> float:
@@ -287,18 +294,17 @@ def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
     return np.split(rare, np.cumsum(lengths)[:-1])
 
 
-def _in_quadrant(side: str) -> Callable[[list[Row]], float]:
-    """Returns a function that gives a quadrant's share of the batch's absolute advantage."""
-
-    def of(rows: list[Row]) -> float:
-        rare = np.concatenate(_rare(rows))
-        advantages = np.concatenate([_advantages(row) for row in rows])
-        inside = np.sign(advantages) == (1 if side[1] == "+" else -1)
-        inside &= rare if side[0] == "L" else ~rare
-        total = np.abs(advantages).sum()
-        return float(np.abs(advantages[inside]).sum() / total) if total else float("nan")
-
-    return of
+def quadrants(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns each quadrant's share of the batch's absolute advantage. L+ and L- are the rare
+    tokens, U+ and U- the others."""
+    rare = np.concatenate(_rare(rows))
+    advantages = np.concatenate([_advantages(row) for row in rows])
+    total = np.abs(advantages).sum() or np.nan
+    return {
+        f"{kind}{sign}": float(np.abs(advantages[kept & (np.sign(advantages) == of)]).sum() / total)
+        for kind, kept in (("L", rare), ("U", ~rare))
+        for sign, of in (("+", 1), ("-", -1))
+    }
 
 
 def _advantages(row: Row) -> np.ndarray:
@@ -403,9 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    if value is None:
-        return None
-    return np.asarray(value)
+    return None if value is None else np.asarray(value)
 
 
 def _number(value: Any) -> float | None:

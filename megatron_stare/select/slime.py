@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_stare.errors import ConfigError
 from megatron_stare.select.selector import Selector
-from megatron_stare.select.upstream import expect, missing, refuse_narrowing
+from megatron_stare.select.upstream import expect, missing, refuse
 
 try:
     import torch.distributed as dist
@@ -51,7 +51,7 @@ def probe() -> str | None:
     return missing(loss, CALLED) or missing(cp_utils, SLICED)
 
 
-def refuse(args: Any, settings: Mapping[str, Any]) -> None:
+def check(args: Any, settings: Mapping[str, Any]) -> None:
     """Raises ConfigError if settings of slime make the selection inexact."""
     faults = {
         "--use-rollout-entropy": (
@@ -78,10 +78,7 @@ def refuse(args: Any, settings: Mapping[str, Any]) -> None:
             " entropies those of all; set it to 1.0",
         ),
     }
-    for name, (wrong, why) in faults.items():
-        if wrong:
-            raise ConfigError(why, where=name)
-    refuse_narrowing(settings, "slime")
+    refuse(faults, settings, "slime")
 
 
 class Weighing:
@@ -134,7 +131,11 @@ class Weighing:
         for name, value in numbers.items():
             # slime logs every tensor that it finds here, as rollout/NAME
             rollout_data[name] = torch.tensor(value, device=given[0].device)
-        if args.save is not None and dist.get_rank(group) == 0 and _first_of_tensor_parallel():
+        if (
+            args.save is not None
+            and dist.get_rank(group) == 0
+            and mpu.get_tensor_model_parallel_rank() == 0
+        ):
             _append(Path(args.save), rollout_id, self.selector)
 
     def _begin(self, args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> Selector:
@@ -142,7 +143,7 @@ class Weighing:
         self._trusts = bool(settings.pop("trust_upstream", False))
         may_begin = bool(settings.pop("fresh_state", False))
         self._expect(probe())
-        refuse(args, settings)
+        check(args, settings)
         if not rollout_data.get("log_probs") or not rollout_data.get("entropy"):
             raise ConfigError(
                 "slime has computed no log-probs before the update, because a rollout is one update"
@@ -231,10 +232,6 @@ def changed(rollout_data: Mapping[str, Any]) -> str | None:
         if (rollout_data["entropy"][row][kept] < -1e-4).any():
             return "entropies lie below 0"
     return None
-
-
-def _first_of_tensor_parallel() -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0
 
 
 def _append(folder: Path, rollout_id: int, selector: Selector) -> None:

@@ -20,7 +20,7 @@ from megatron_stare.select.upstream import (
     expect,
     load_state,
     missing,
-    refuse_narrowing,
+    refuse,
     save_state,
     upstream_of,
 )
@@ -87,7 +87,7 @@ class StareGRPOTrainer(GRPOTrainer):
         self._expect(probe(upstream_of(type(self), StareGRPOTrainer)))
         super().__init__(*args, **kwargs)
         settings = dict(stare or {})
-        refuse(self, settings)
+        check(self, settings)
         group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
         self.selector = Selector(settings.pop("method", "stare"), group=group, **settings)
 
@@ -183,7 +183,7 @@ class StareGRPOTrainer(GRPOTrainer):
             load_state(self.selector, Path(checkpoint), "StareGRPOTrainer", self._may_begin)
 
 
-def refuse(trainer: Any, settings: Mapping[str, Any]) -> None:
+def check(trainer: Any, settings: Mapping[str, Any]) -> None:
     """Raises ConfigError if the trainer's settings make the selection inexact."""
     args = trainer.args
     steps, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
@@ -225,7 +225,5 @@ def refuse(trainer: Any, settings: Mapping[str, Any]) -> None:
             "its loss is not tested with advantages of single tokens; set it to False",
         ),
     }
-    for name, (wrong, why) in faults.items():
-        if wrong:
-            raise ConfigError(f"{getattr(args, name)!r}: {why}", where=name)
-    refuse_narrowing(settings, "TRL")
+    told = {n: (wrong, f"{getattr(args, n)!r}: {why}") for n, (wrong, why) in faults.items()}
+    refuse(told, settings, "TRL")

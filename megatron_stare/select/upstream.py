@@ -62,9 +62,20 @@ def expect(changed: str | None, trainer: str, release: str, trusts: bool) -> Non
     )
 
 
-def refuse_narrowing(settings: Mapping[str, Any], trainer: str) -> None:
-    """Raises ConfigError for a method that removes tokens from the loss and from its denominator,
-    because another trainer's denominator counts all tokens."""
+def refuse(
+    faults: Mapping[str, tuple[bool, str]], settings: Mapping[str, Any], trainer: str
+) -> None:
+    """Raises ConfigError for the first of a trainer's settings that is wrong, or for a method that
+    removes tokens from the loss and from its denominator, because another trainer's denominator
+    counts all tokens.
+
+    Args:
+        faults: whether a setting of the trainer is wrong, and why, by its name.
+        settings: the selector's settings.
+    """
+    for name, (wrong, why) in faults.items():
+        if wrong:
+            raise ConfigError(why, where=name)
     method = METHODS.get(settings.get("method", "stare"), Stare)  # Selector refuses other names
     if method is not Stare and settings.get("denominator") != "all":
         raise ConfigError(

@@ -25,7 +25,7 @@ from megatron_stare.select.upstream import (
     expect,
     load_state,
     missing,
-    refuse_narrowing,
+    refuse,
     save_state,
     upstream_of,
 )
@@ -71,7 +71,7 @@ def probe(trainer: type = PPOTrainer) -> str | None:
     return missing(trainer, CALLED) or missing(tq, QUEUE)
 
 
-def refuse(config: Any, settings: Mapping[str, Any]) -> None:
+def check(config: Any, settings: Mapping[str, Any]) -> None:
     """Raises ConfigError if settings of verl make the selection inexact."""
     correction = config.algorithm.get("rollout_correction") or {}
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
@@ -92,10 +92,7 @@ def refuse(config: Any, settings: Mapping[str, Any]) -> None:
             f" {', '.join(LOSSES)}",
         ),
     }
-    for name, (wrong, why) in faults.items():
-        if wrong:
-            raise ConfigError(why, where=name)
-    refuse_narrowing(settings, "verl")
+    refuse(faults, settings, "verl")
 
 
 def loss_changed(config: Any) -> str | None:
@@ -168,7 +165,7 @@ class StareMixin(PPOTrainer):
         self._trusts, self._proven = bool(settings.pop("trust_upstream", False)), False
         self._may_begin = bool(settings.pop("fresh_state", False))
         self._expect(probe(upstream_of(type(self), StareMixin)))
-        refuse(config, settings)
+        check(config, settings)
         self._expect(loss_changed(config))
         self.selector = Selector(settings.pop("method", "stare"), **settings)
         with open_dict(config):  # verl finds the mode's own settings by this name

@@ -159,6 +159,16 @@ def test_programs_run_as_in_python(box: Sandbox) -> None:
     )
 
 
+def test_nothing_of_the_drivers_environment_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "canary")
+    made = make_sandbox("bubblewrap", None, 1, MEMORY_MB, 2000)
+    try:
+        found = run(made, "import os; print(sorted(os.environ))")
+    finally:
+        made.close()
+    assert not found.failed and "SECRET_TOKEN" not in found.output and "HOME" in found.output
+
+
 def test_nothing_of_a_code_is_left_for_the_next(box: Sandbox) -> None:
     writes = (
         "import sympy, os; sympy.kept = kept = 1\n"

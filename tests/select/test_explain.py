@@ -118,11 +118,14 @@ def test_dumps_of_every_trainer_are_read(tmp_path: Path) -> None:
         "advantages": torch.tensor([-0.5, -0.5, -0.5]),
         "rollout_position": 1,
     }
+    nothing = torch.tensor([])
+    empty = {"response_lengths": 0, "loss_masks": nothing, "log_probs": nothing}
+    empty |= {"entropy": nothing, "advantages": nothing}
     torch.save(
         {
             "format_version": 2,
             "rollout_id": 4,
-            "samples": [sample],
+            "samples": [sample, {**sample, **empty, "rollout_position": 0}],
             "raw_reward": [0.0, np.float64(1.0)],
         },
         tmp_path / "4.pt",
@@ -130,7 +133,9 @@ def test_dumps_of_every_trainer_are_read(tmp_path: Path) -> None:
     table = {"step": [5], "prompt": [[{"role": "user", "content": "1+1="}]], "completion": ["2"]}
     table |= {"correct": [1.0], "other": [float("nan")], "advantage": [0.25], "answer": ["2"]}
     parquet.write_table(pa.table(table), tmp_path / "completions_00005.parquet")
-    slime, trl = read([tmp_path])
+    slime, cancelled, trl = read([tmp_path])
+    assert cancelled.tokens is not None and len(cancelled.tokens) == 0
+    assert by_name([slime, cancelled])["response length, tokens or words"] == {4: 1.0}
     assert (slime.step, slime.reward, slime.kept("log_probs").tolist()) == (4, 1.0, [-1.0, -3.0])
     assert slime.tokens is not None and slime.tokens.tolist() == [1, 2, 3]
     assert (trl.step, trl.group, trl.text, trl.reward) == (5, "1+1=", "2", 1.0)
