@@ -28,6 +28,7 @@ import traceback
 PRELOADED = ("math", "fractions", "itertools", "collections", "re", "random", "numpy", "sympy")
 SCRATCH = "/tmp"
 SCRATCH_MB, FILE_MB, FILES = 64, 32, 64
+OPEN_FILES = 256  # of the process that serves
 FAILED, TIMED_OUT, NOT_SET_UP = 1, 124, 125  # exit codes of the process that guards a code
 _READY = 3  # file descriptor on which a code's process says that it is confined
 LEFT_OUT = "\n... the rest of the output is left out\n"
@@ -77,6 +78,8 @@ class SetUpError(Exception):
 
 def main(memory_mb: int, characters: int) -> None:
     """Serves until stdin ends."""
+    # every program closes the files up to this limit, which a container may set to a billion
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

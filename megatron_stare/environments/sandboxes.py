@@ -27,9 +27,10 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megatron_stare.environments import sandbox_worker
 from megatron_stare.errors import ConfigError, UserError
@@ -48,17 +49,29 @@ _FIX = (
 )
 
 
-class Ran(NamedTuple):
-    """Output of a program, including its traceback, and whether the program failed."""
+@dataclass(frozen=True)
+class Ran:
+    """Output of a program, including its traceback, and whether the program failed.
+
+    seconds: wall-clock time of the program, without the time that it waited for a free worker.
+    """
 
     output: str
     failed: bool
+    seconds: float = field(default=0.0, compare=False)
 
 
 class Sandbox(ABC):
-    """Runs Python code. Many coroutines may use a sandbox at the same time."""
+    """Runs Python code. Many coroutines may use a sandbox at the same time.
 
-    @abstractmethod
+    Args:
+        workers: number of programs that run at the same time.
+    """
+
+    def __init__(self, workers: int) -> None:
+        # The kernel ends a bubblewrap worker when the thread that started it ends, so threads stay.
+        self._threads = ThreadPoolExecutor(workers, "sandbox")
+
     async def run(self, code: str, seconds: float) -> Ran:
         """Runs a program for at most `seconds`. The returned output contains the errors of the
         program.
@@ -66,6 +79,15 @@ class Sandbox(ABC):
         Raises:
             UserError: the sandbox itself does not work.
         """
+        # surrogates cannot be written as UTF-8
+        code = code.encode(errors="replace").decode()
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._run, code, seconds
+        )
+
+    @abstractmethod
+    def _run(self, code: str, seconds: float) -> Ran:
+        """Runs a program in one of the threads."""
 
     @abstractmethod
     def close(self) -> None:
@@ -82,21 +104,13 @@ class Bubblewrap(Sandbox):
     """
 
     def __init__(self, workers: int, memory_mb: int, characters: int) -> None:
+        super().__init__(workers)
         self._limits = memory_mb, characters
         self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(workers):
             self._free.put(None)  # started when first needed
-        # The kernel ends a worker when the thread that started it ends, so threads are kept.
-        self._threads = ThreadPoolExecutor(workers, "sandbox")
         self._started: set[_Worker] = set()
         self._lock = threading.Lock()
-
-    async def run(self, code: str, seconds: float) -> Ran:
-        # surrogates cannot be written as UTF-8
-        code = code.encode(errors="replace").decode()
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._run, code, seconds
-        )
 
     def close(self) -> None:
         with self._lock:
@@ -155,12 +169,14 @@ class _Worker:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             asked = json.dumps({"code": code, "seconds": seconds}).encode() + b"\n"
+            begun = time.monotonic()
             while asked:
                 asked = asked[self._process.stdin.write(asked) :]
-            answer, until = bytearray(), time.monotonic() + seconds + GRACE_S
+            answer, until = bytearray(), begun + seconds + GRACE_S
+            readable = select.poll()  # unlike select, for file numbers above 1,023 too
+            readable.register(self._process.stdout, select.POLLIN)
             while not answer.endswith(b"\n"):
-                left = max(0.0, until - time.monotonic())
-                if not select.select([self._process.stdout], [], [], left)[0]:
+                if not readable.poll(max(0.0, until - time.monotonic()) * 1000):
                     return None
                 if not (part := os.read(self._process.stdout.fileno(), 1 << 16)):
                     return None
@@ -172,7 +188,7 @@ class _Worker:
             raise UserError(
                 f"bubblewrap cannot isolate code on this machine: {why}", where=WHERE, fix=_FIX
             )
-        return Ran(**told)
+        return Ran(**told, seconds=time.monotonic() - begun)
 
     def end(self) -> None:
         self._process.kill()
@@ -194,13 +210,8 @@ class Remote(Sandbox):
     """
 
     def __init__(self, url: str, workers: int, memory_mb: int, characters: int) -> None:
+        super().__init__(workers)
         self._url, self._memory_mb, self._characters = url, memory_mb, characters
-        self._threads = ThreadPoolExecutor(workers, "sandbox")
-
-    async def run(self, code: str, seconds: float) -> Ran:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._run, code, seconds
-        )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -217,8 +228,10 @@ class Remote(Sandbox):
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            begun = time.monotonic()
             try:
-                return self._read(self._reply(asked, seconds), seconds)
+                found = self._read(self._reply(asked, seconds), seconds)
+                return replace(found, seconds=time.monotonic() - begun)
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 failure = error
         raise UserError(
@@ -278,13 +291,7 @@ class Interpreter(Sandbox):
         self._memory, self._characters = memory_mb << 20, characters
         self._pool = pydantic_monty.Monty(max_processes=workers)
         self._pool.__enter__()
-        self._threads = ThreadPoolExecutor(workers, "sandbox")
-
-    async def run(self, code: str, seconds: float) -> Ran:
-        code = code.encode(errors="replace").decode()
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._run, code, seconds
-        )
+        super().__init__(workers)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -305,7 +312,7 @@ class Interpreter(Sandbox):
             "max_total_sleep_secs": seconds,
             "max_memory": self._memory,
         }
-        failed = False
+        failed, begun = False, time.monotonic()
         try:
             with self._pool.checkout(limits=limits) as session:
                 # the value of a last expression would come here, whatever its size
@@ -318,7 +325,7 @@ class Interpreter(Sandbox):
         text = "".join(said)
         if len(text) > self._characters:
             text = text[: self._characters] + sandbox_worker.LEFT_OUT
-        return Ran(text, failed)
+        return Ran(text, failed, time.monotonic() - begun)
 
 
 def make_sandbox(
@@ -379,11 +386,26 @@ def command() -> list[str]:
         shutil.which("bwrap") or "bwrap",
         *("--unshare-all", "--die-with-parent", "--new-session", "--hostname", "sandbox"),
         *_system(),
-        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", sandbox_worker.SCRATCH),
+        *_proc(),
+        *("--dev", "/dev", "--tmpfs", sandbox_worker.SCRATCH),
         *("--ro-bind", str(Path(sandbox_worker.__file__).resolve()), script),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"),
         *(sys.executable, "-I", script),
     ]
+
+
+@cache
+def _proc() -> tuple[str, ...]:
+    """Returns the options that give a worker its /proc. The kernel refuses a new /proc in a
+    container that covers parts of its own /proc, as NVIDIA's container hook does. The worker then
+    gets the container's /proc. Programs see neither: their /proc is empty."""
+    own = ("--proc", "/proc")
+    bwrap = shutil.which("bwrap") or "bwrap"
+    tried = subprocess.run(
+        [bwrap, "--unshare-all", "--ro-bind", "/", "/", *own, "true"], capture_output=True
+    )
+    covered = tried.returncode and b"mount proc" in tried.stderr
+    return ("--bind", "/proc", "/proc") if covered else own
 
 
 _VARIABLES = {

@@ -135,7 +135,8 @@ def _words(text: str) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A tool's answer. `seconds` is the wall-clock time of the call."""
+    """A tool's answer. `seconds` is the wall-clock time of the call, without the time that a
+    program waited for a free worker of the sandbox."""
 
     text: str
     failed: bool
@@ -365,10 +366,9 @@ class Tools(Environment):
 
     def _in_sandbox(self, box: Sandbox) -> Callable[..., Awaitable[Answer]]:
         async def run(arguments: Mapping[str, Any], call: str) -> Answer:
-            begun = time.monotonic()
             ran = await box.run(arguments["code"], self._call_seconds)
             text = ran.output.rstrip("\n") or "The program printed nothing."
-            return Answer(text, ran.failed, time.monotonic() - begun)
+            return Answer(text, ran.failed, ran.seconds)
 
         return run
 

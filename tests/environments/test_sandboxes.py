@@ -6,8 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +29,7 @@ from megatron_stare.errors import ConfigError, UserError
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 MEMORY_MB = 256
+COVERED = "MEGATRON_STARE_TEST_PROC_IS_COVERED"
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +172,74 @@ def test_nothing_of_the_drivers_environment_is_seen(monkeypatch: pytest.MonkeyPa
     finally:
         made.close()
     assert not found.failed and "SECRET_TOKEN" not in found.output and "HOME" in found.output
+
+
+def test_time_is_counted_from_the_programs_start() -> None:
+    """Two programs that share a worker take, together, no longer than both took."""
+    made = make_sandbox("bubblewrap", None, 1, MEMORY_MB, 2000)
+
+    async def both() -> list[Ran]:
+        slow = "import time; time.sleep(0.3)"
+        return await asyncio.gather(*(made.run(slow, 20.0) for _ in range(2)))
+
+    try:
+        begun = time.monotonic()
+        first, second = asyncio.run(both())
+        took = time.monotonic() - begun
+    finally:
+        made.close()
+    assert first.seconds >= 0.3 and second.seconds >= 0.3
+    assert first.seconds + second.seconds <= took
+
+
+def test_a_driver_with_thousands_of_open_files_runs_programs() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[0] < 2000:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2000, max(2000, limits[1])))
+    held = [os.open("/dev/null", os.O_RDONLY)]
+    while held[-1] < 1100:
+        held.append(os.dup(held[0]))
+    made = make_sandbox("bubblewrap", None, 1, MEMORY_MB, 2000)
+    try:
+        assert run(made, "print(1)") == Ran("1\n", False)
+    finally:
+        made.close()
+        for number in held:
+            os.close(number)
+
+
+@pytest.mark.skipif(COVERED in os.environ, reason="this test runs the others so")
+def test_attempts_fail_where_a_part_of_proc_is_covered() -> None:
+    """As in a container to which NVIDIA's hook was applied: no sandbox gets a /proc of its own."""
+    covers = 'mount -t tmpfs covers /proc/driver && exec "$@"'
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-m",
+        "slow",
+        "-p",
+        "no:cacheprovider",
+    ]
+    user = [] if os.geteuid() == 0 else ["--map-root-user"]
+    ran = subprocess.run(
+        ["unshare", "--mount", *user, "sh", "-c", covers, "sh", *tests, __file__],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, COVERED: "1"},
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+
+
+def test_covered_or_not(box: Sandbox) -> None:
+    """Makes sure that the test above covers what it says, and that no program sees /proc."""
+    covered = COVERED in os.environ
+    assert (sandboxes._proc()[0] == "--bind") == covered
+    assert run(box, "import os; print(os.listdir('/proc'))") == Ran("[]\n", False)
 
 
 def test_nothing_of_a_code_is_left_for_the_next(box: Sandbox) -> None:

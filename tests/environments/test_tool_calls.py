@@ -8,8 +8,10 @@ import itertools
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -407,6 +409,40 @@ def test_a_call_that_cannot_be_journalled_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a call of the environment cannot be journalled"):
         rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(1), 1, PARAMS)
     assert environment.asked == []
+
+
+@pytest.mark.parametrize("in_the_way", [False, True])
+def test_calls_that_wait_for_the_disk_share_a_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_the_way: bool
+) -> None:
+    """Each is on disk before its caller goes on, and each caller learns that the disk refuses."""
+    journal, whole = CallJournal(tmp_path / "calls"), threading.Event()
+    syncs: list[bytes] = []  # the file's content at each
+
+    def sync(number: int, sync: Any = os.fsync) -> None:
+        assert whole.wait(TIMEOUT_S)
+        sync(number)
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            syncs.append((tmp_path / "calls" / "step_000001.jsonl").read_bytes())
+
+    async def begin(number: int) -> None:
+        await journal.begin(ResponseKey(1, number, 0), 0, "[]", f"call {number}")
+        assert f'"call {number}"'.encode() in syncs[-1]
+
+    async def begin_all() -> list[Any]:
+        tasks = [asyncio.create_task(begin(number)) for number in range(64)]
+        await asyncio.sleep(0)  # each hands its line over
+        whole.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    if in_the_way:
+        (tmp_path / "calls").write_text("")
+        assert {type(each) for each in asyncio.run(begin_all())} == {UserError}
+        return
+    assert asyncio.run(begin_all()) == [None] * 64
+    assert len(syncs) <= 2
+    assert [line["id"] for line in lines(tmp_path / "calls")] == [f"call {n}" for n in range(64)]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

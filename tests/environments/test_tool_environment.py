@@ -17,6 +17,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.encode import PromptEncoder
 from megatron_stare.environments import tools as tools_module
 from megatron_stare.environments.environment import Turn, make_environment
+from megatron_stare.environments.sandboxes import Ran
 from megatron_stare.environments.tools import FolderSearch, Tools
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.observability.metrics.step_metrics import tool_metrics
@@ -244,6 +245,17 @@ def test_seconds_are_counted_as_recorded_so_that_a_repeated_response_is_the_same
     script.recorded = [{"text": "slow", "failed": False, "seconds": 3.0}] * 2
     found = run(tools(seconds=5.0), script)
     assert answers(found) == ["slow", "slow", "Error: the time of 5 seconds for calls is used up"]
+
+
+def test_a_programs_wait_for_a_worker_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Box:
+        async def run(self, code: str, seconds: float) -> Ran:
+            return Ran("1\n", False, 3.0)
+
+    monkeypatch.setattr(tools_module, "make_sandbox", lambda *_: Box())
+    one = call("code_interpreter", code="print(1)")
+    found = run(tools(tools=["code_interpreter"], seconds=5.0), Script(one, one, one, "done"))
+    assert answers(found) == ["1", "1", "Error: the time of 5 seconds for calls is used up"]
 
 
 def test_no_room_for_an_answer_ends_the_response() -> None:

@@ -17,6 +17,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +70,9 @@ class CallJournal:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._steps: dict[int, dict[ResponseKey, dict[tuple[int, str], Call]]] = {}
-        self._writing = threading.Lock()
+        self._waiting: list[tuple[Path, bytes, Future[None]]] = []
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "calls")
 
     def find(self, response: ResponseKey, number: int, asked: str) -> Call | None:
         """Returns the call with this number and request, or None if the call was never begun.
@@ -117,27 +120,52 @@ class CallJournal:
         return self._steps[step]
 
     async def _append(self, step: int, line: Mapping[str, Any]) -> None:
-        if self._folder is not None:
-            await asyncio.to_thread(self._write, _file(self._folder, step), json.dumps(line))
+        if self._folder is None:
+            return
+        written: Future[None] = Future()
+        with self._lock:
+            self._waiting.append(
+                (_file(self._folder, step), f"{json.dumps(line)}\n".encode(), written)
+            )
+        self._writer.submit(self._write_waiting)
+        await asyncio.wrap_future(written)
 
-    def _write(self, file: Path, line: str) -> None:
-        try:
-            with self._writing:
-                new = not file.exists()
-                file.parent.mkdir(exist_ok=True)
-                with file.open("ab", buffering=0) as out:
-                    whole = f"{line}\n".encode()
-                    if out.write(whole) != len(whole):
-                        raise OSError("no room for a whole line")
-                    os.fsync(out.fileno())
-                if new:
-                    sync_entry(file.parent)
-        except OSError as error:
-            raise UserError(
-                f"a call of the environment cannot be journalled: {error}",
-                where=str(file),
-                fix="make room there, and continue the run with --resume",
-            ) from error
+    def _write_waiting(self) -> None:
+        """Writes all waiting lines. The lines of a file share one fsync, so that a slow disk does
+        not limit the number of calls per second."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        files: dict[Path, list[tuple[bytes, Future[None]]]] = {}
+        for file, line, written in waiting:
+            if written.set_running_or_notify_cancel():
+                files.setdefault(file, []).append((line, written))
+        for file, lines in files.items():
+            try:
+                _write(file, b"".join(line for line, _ in lines))
+            except BaseException as error:
+                for _, written in lines:
+                    written.set_exception(error)
+            else:
+                for _, written in lines:
+                    written.set_result(None)
+
+
+def _write(file: Path, lines: bytes) -> None:
+    try:
+        new = not file.exists()
+        file.parent.mkdir(exist_ok=True)
+        with file.open("ab", buffering=0) as out:
+            if out.write(lines) != len(lines):
+                raise OSError("no room for a whole line")
+            os.fsync(out.fileno())
+        if new:
+            sync_entry(file.parent)
+    except OSError as error:
+        raise UserError(
+            f"a call of the environment cannot be journalled: {error}",
+            where=str(file),
+            fix="make room there, and continue the run with --resume",
+        ) from error
 
 
 def _file(folder: Path, step: int) -> Path:
