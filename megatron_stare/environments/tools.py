@@ -7,6 +7,7 @@ of the policy or of a tool also gives an answer, which contains the text of the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -135,8 +136,8 @@ def _words(text: str) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A tool's answer. `seconds` is the wall-clock time of the call, without the time that a
-    program waited for a free worker of the sandbox."""
+    """A tool's answer. `seconds` is the wall-clock time of the call. The time that the call waited
+    for a free thread or for a free worker of the sandbox does not count."""
 
     text: str
     failed: bool
@@ -401,8 +402,13 @@ class Tools(Environment):
                 if inspect.iscoroutinefunction(called):
                     working = asked()
                 else:
-                    thread = self._threads.submit(asked)
+                    starts = asyncio.Event()
+                    thread = self._threads.submit(
+                        _announced, asked, asyncio.get_running_loop(), starts
+                    )
                     working = asyncio.wrap_future(thread)
+                    await starts.wait()  # calls that wait for a thread lose none of their time
+                    begun = time.monotonic()
                 said = await asyncio.wait_for(working, self._call_seconds)
                 text, failed = (
                     said if isinstance(said, str) else json.dumps(said, default=str),
@@ -412,6 +418,10 @@ class Tools(Environment):
                 text, failed = f"Error: no answer in {self._call_seconds:g} seconds", True
                 if thread is not None:
                     self._require_threads(kind.name, thread)
+            except asyncio.CancelledError:
+                if thread is not None:
+                    thread.cancel()  # a call that has not begun is not made
+                raise
             except UserError:  # for those who run the training
                 raise
             except Exception as error:  # for the policy
@@ -419,6 +429,15 @@ class Tools(Environment):
             return Answer(text, failed, time.monotonic() - begun)
 
         return run
+
+
+def _announced(
+    asked: Callable[[], Any], loop: asyncio.AbstractEventLoop, starts: asyncio.Event
+) -> Any:
+    """Calls a function in a thread, and tells the event loop that the call starts."""
+    with contextlib.suppress(RuntimeError):  # a loop that is closed waits for no call
+        loop.call_soon_threadsafe(starts.set)
+    return asked()
 
 
 class Tool:

@@ -105,6 +105,17 @@ def no_type(text) -> str:
     return text
 
 
+def marks(path: str) -> str:
+    """
+    Makes an empty file.
+
+    Args:
+        path: of the file
+    """
+    Path(path).touch()
+    return path
+
+
 def reads(path: str) -> str:
     """Reads a file, or waits for the other end of a pipe.
 

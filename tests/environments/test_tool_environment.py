@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +341,51 @@ def test_functions_that_never_return_end_the_run_before_all_threads_are_theirs(
         asks(pipes[2])
     for pipe in pipes[1:]:
         lets_go(pipe)
+
+
+def test_a_call_that_waits_for_a_thread_loses_none_of_its_time(tmp_path: Path) -> None:
+    """The only thread is held beyond the first call's time, which begins with that call."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    environment = tools(tools=[f"{OWN}:reads", f"{OWN}:add"], call_seconds=0.05)
+    environment._threads = ThreadPoolExecutor(1)
+
+    def lets_go() -> None:
+        while not environment._held:
+            pass
+        pipe.write_text("x")
+
+    releases = threading.Thread(target=lets_go)
+    releases.start()
+    turn = f"{call('reads', path=str(pipe))}\n{call('add', first=1)}"
+    found = run(environment, Script(turn, "done"))
+    releases.join()
+    assert answers(found) == ["Error: no answer in 0.05 seconds", "1"]
+    assert found.calls[1]["seconds"] < found.calls[0]["seconds"]
+
+
+def test_a_call_that_waits_for_a_thread_is_not_made_if_its_response_is_cut(tmp_path: Path) -> None:
+    pipe, mark = tmp_path / "pipe", tmp_path / "mark"
+    os.mkfifo(pipe)
+    environment = tools(tools=[f"{OWN}:reads", f"{OWN}:marks"])
+    environment._threads = threads = ThreadPoolExecutor(1)
+
+    def begin(one: str) -> asyncio.Task[Trajectory]:
+        return asyncio.create_task(environment.run(prompt(environment), Script(one, "done")))
+
+    async def cut() -> None:
+        holds, waits = begin(call("reads", path=str(pipe))), begin(call("marks", path=str(mark)))
+        while not threads._work_queue.qsize():
+            await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        pipe.write_text("x")
+        await holds
+
+    asyncio.run(cut())
+    threads.shutdown(wait=True)
+    assert not mark.exists()
 
 
 def test_metrics_and_stored_responses_have_the_calls() -> None:
