@@ -45,7 +45,8 @@ class Clipped(PolicyGradient):
             raise ValueError("dual_clip must be above 1, or null")
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the advantages that multiply the ratio, detached, [N]."""
+        """Returns the advantages that multiply the ratio, [N]. `policy_loss` detaches the
+        advantages."""
         return batch.advantage
 
     def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:
