@@ -4,9 +4,9 @@ controller changes the weights of right and wrong answers, but only on tokens of
     e = H - target        a = clip(K_p e + K_i sum of e, -1, 1)
     on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
 
-The value a is computed before the loss of the same step, unless `statistics.gate` is `lagged`. As
-in the authors' code, the sum of e has no bound. A long time on one side of the target is therefore
-followed by an equally long time on the other side.
+Every step computes the value a: before the loss or, if `statistics.gate` is `lagged`, after the
+loss. As in the authors' code, the sum of e has no bound. A long time on one side of the target is
+therefore followed by an equally long time on the other side.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ few tokens are wrong, the overall mean lies near the mean of the correct tokens.
 a small share of the entropy then get a negative advantage. If few tokens are correct, wrong tokens
 with a small share of the inverse entropy get a positive advantage.
 
-Tokens that are normalised together get advantage 0 if their rewards differ by rounding only.
-Without this rule, the division by a tiny std would turn rounding errors into advantages of several
-units. For example, if a prompt has only one correct response, 'separate' gives each token of this
-response the share 1, so the rewards of these tokens differ by rounding only. This file takes the
-paper's words "Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. With the
-setting `entropy_clamp`, the entropy itself is clamped, as the words literally say.
+Tokens that are normalised together get advantage 0 if their rewards differ by rounding only. If
+rounding errors were divided by their own std, they would become advantages of several units. For
+example, if a prompt has only one correct response, 'separate' gives each token of this response the
+share 1, so the rewards of these tokens differ by rounding only. This file takes the paper's words
+"Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. With the setting
+`entropy_clamp`, the entropy itself is clamped, as the words literally say.
 """
 
 from __future__ import annotations

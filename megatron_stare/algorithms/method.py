@@ -2,11 +2,12 @@
 
 A training step:
 
-1. The driver calls `judge`, which computes the advantages of the rollout batch. 2. The trainer runs
-the log-prob pass. 3. The trainer computes, over all ranks, the statistics that `requests` returns.
-`control` then updates the method's state. 4. For every mini-batch, the trainer computes the
-requested statistics again, over this mini-batch alone. The trainer then calls `token_loss` and
-`coefficients` on each micro-batch.
+1. The driver calls `judge`, which computes the advantages of the rollout batch.
+2. The trainer runs the log-prob pass.
+3. The trainer computes, over all ranks, the statistics that `requests` returns. `control` then
+   updates the method's state.
+4. For every mini-batch, the trainer computes the requested statistics again, over this mini-batch
+   alone. The trainer then calls `token_loss` and `coefficients` on each micro-batch.
 
 The training loss is a sum over all tokens: each token adds its coefficient times its token loss. In
 shapes, B is the number of samples, and N is the number of response positions in the batch that is
@@ -76,10 +77,11 @@ class Method(ABC):
         the method's gate.
 
         A run can skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
-        A run without the log-prob pass makes one update per rollout batch. In this run, the old
-        log-probs and entropies that `requests` gets are NaN. `control` then runs after the training
-        pass, because only the training pass computes log-probs and entropies. `token_loss` then
-        gets the detached current log-prob as the old log-prob.
+        A run without the log-prob pass makes one update per rollout batch. Without the log-prob
+        pass, `requests` gets NaN as old log-probs and entropies. Without the log-prob pass,
+        `control` runs after the training pass, because only the training pass computes log-probs
+        and entropies. Without the log-prob pass, `token_loss` gets the detached current log-prob as
+        the old log-prob.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
