@@ -1,9 +1,8 @@
 """Coefficients that weight the token losses in the training loss.
 
 Coefficients are computed from counts over the whole batch of an optimizer step. The loss, summed
-over ranks and micro-batches, is therefore the same in every parallel layout. Only
-'micro_batch_mean' depends on the layout. This aggregation allows comparisons with code that
-averages per micro-batch.
+over ranks and micro-batches, is therefore the same in every parallel layout. Only the aggregation
+'micro_batch_mean' depends on the layout, for comparisons with code that averages per micro-batch.
 """
 
 from __future__ import annotations

@@ -34,6 +34,6 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """Returns the number of tokens to select, max(1, int(N share)), 0-dim. This number is rounded
-    down, but STARE and 20-Entropy round their number of tokens up."""
+    """Returns the number of tokens to select, max(1, int(N share)), 0-dim. The number of tokens is
+    rounded down here, but rounded up in STARE and 20-Entropy."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

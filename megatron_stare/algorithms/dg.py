@@ -8,11 +8,11 @@ Rare tokens of right answers get a weight near 1. Rare tokens of wrong answers g
 Tokens of high probability get a weight near 1/2. DG therefore acts like STARE's variant C2, but
 needs no quantile, no gate and no collective operation. The paper does not clip the ratio. In the
 paper, p is the probability under the policy that is being updated. The setting
-`statistics.surprisal: current` also takes p from the policy that is being updated. With the default
-setting, p differs from this probability only if a batch gets several updates. The setting
-`entropy_target` is not in the paper. With `entropy_target`, the weights act only while the mean
-entropy of the batch is below the target. At or above the target, every token has the weight 1/2
-instead of 1, so that the size of a step hardly changes when the gate closes.
+`statistics.surprisal: current` uses the paper's p. By default, p comes from the log-prob pass, and
+differs from the paper's p only if a batch gets several updates. The setting `entropy_target` is not
+in the paper. With `entropy_target`, the weights act only while the mean entropy of the batch is
+below the target. At or above the target, every token has the weight 1/2 instead of 1, so that the
+size of a step hardly changes when the gate closes.
 """
 
 from __future__ import annotations

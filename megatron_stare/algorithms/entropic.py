@@ -5,8 +5,8 @@ controller changes the weights of right and wrong answers, but only on tokens of
     on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
 
 Every step computes the value a: before the loss or, if `statistics.gate` is `lagged`, after the
-loss. As in the authors' code, the sum of e has no bound. A long time on one side of the target is
-therefore followed by an equally long time on the other side.
+loss. As in the authors' code, the sum of e has no bound. If the entropy stays on one side of the
+target for long, it therefore stays on the other side for equally long afterwards.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ tokens would change the entropy far more than most tokens do.
     Clip_V: A < 0 and -Phi > mu std Phi lose their loss, at most max(1, int(max_share N)) tokens
 
 Means and standard deviations are taken over the N tokens of the whole batch, with N as divisor. As
-in the authors' code, the removed tokens also leave the denominator of the loss, and Clip_V compares
--Phi with its threshold without subtracting the mean. Phi always comes from the log-prob pass, for
-every value of `statistics.surprisal`. If the standard deviation is below 1e-12, no token is
-removed.
+in the authors' code, the removed tokens also leave the denominator of the loss. Also as in the
+authors' code, Clip_V does not subtract the mean of -Phi before comparing -Phi with the threshold.
+Phi always comes from the log-prob pass, for every value of `statistics.surprisal`. If the standard
+deviation is below 1e-12, no token is removed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FLAT = 1e-12
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:
     """Returns the request for the mean of x. As soon as the mean is known, also returns the request
-    for the variance."""
+    for the variance of x."""
     asked: dict[str, Request] = {"clip/mean": Mean(x, mask)}
     if "clip/mean" in known:
         asked["clip/variance"] = Mean((x - scalar(known, "clip/mean")) ** 2, mask)

@@ -2,8 +2,8 @@
 own statistics.
 
 A filter can also request statistics of its own. Each filter sees only the tokens that the filters
-before it kept. The order is therefore fixed: importance rejection comes first, then the mask of the
-method, then the method's quantiles over the kept tokens.
+before it kept. The order is therefore fixed: rejection by importance ratio comes first, then the
+mask of the method, then the method's quantiles over the kept tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Filter(Protocol):
         """Returns requests for statistics over the tokens that earlier filters kept."""
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
-        """Returns the tokens that stay in the loss, [N] bool. Returns None while the filter's
-        statistics are not known."""
+        """Returns the mask of the tokens that stay in the loss, [N] bool. Returns None while the
+        filter's statistics are not known."""
 
 
 @dataclass(frozen=True)

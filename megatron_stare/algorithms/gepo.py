@@ -6,10 +6,10 @@ weights.
     low <- (1 - r) low + r (mu - 0.2 sd)              high <- (1 - r) high + r (mu + 0.3 sd)
     w = 0.5 where A > 0 and H_g < low                 w = 0.2 where A < 0 and H_g > high
 
-The bounds are updated before the loss of the same step. The first batch sets their initial values.
-The formula comes from third-party code that quotes the paper, because no other source was
-available. Two details are inferred: sd divides by the number of groups, and H_g covers the group's
-tokens in the mini-batch of the step.
+The bounds are updated before the loss of the same step is computed. The first batch sets the
+initial bounds. The formula comes from third-party code that quotes the paper, because no other
+source was available. Two details are inferred: sd divides by the number of groups, and H_g covers
+the group's tokens in the mini-batch of the step.
 """
 
 from __future__ import annotations

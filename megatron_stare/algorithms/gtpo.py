@@ -16,9 +16,9 @@ and so is the mean advantage over the wrong tokens. With 'separate', the outcome
 and the policy learns from the entropy alone. The default, 'joint', takes mean and std over all
 tokens. With 'joint', the mean advantage is positive over a prompt's correct tokens and negative
 over the prompt's wrong tokens. Still, 'joint' can give a token an advantage of the wrong sign. If
-few tokens are wrong, the overall mean lies near the mean of the correct tokens. Correct tokens with
-a small share of the entropy then get a negative advantage. If few tokens are correct, wrong tokens
-with a small share of the inverse entropy get a positive advantage.
+few tokens are wrong, correct tokens with a small share of the entropy get a negative advantage,
+because the overall mean lies near the mean of the correct tokens. If few tokens are correct, wrong
+tokens with a small share of the inverse entropy get a positive advantage.
 
 Tokens that are normalised together get advantage 0 if their rewards differ by rounding only. If
 rounding errors were divided by their own std, they would become advantages of several units. For
@@ -62,7 +62,7 @@ class Gtpo(Clipped):
     correct_from: the lowest reward that counts as correct.
     eps: a number that is added to every entropy and to the standard deviation, so that no divisor
         is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy. In
-        the paper's form, the share of a single response is not exactly 1.
+        the paper's form with eps in the sum, the share of a single response is not exactly 1.
     """
 
     clip_high: float = 0.28

@@ -5,8 +5,8 @@ acts on the tokens with the highest covariance between advantage and log-prob.
     loss = -A rho                           elsewhere
 
 KL-Cov does not clip the ratio. The scripts of the released code set clip bounds, but the released
-code ignores these bounds. With one optimizer step per rollout batch, ln p equals ln p_old. The
-penalty beta |ln p - ln p_old| then has no gradient, so KL-Cov has no effect.
+code ignores these bounds. With one optimizer step per rollout batch, ln p equals ln p_old, so the
+penalty beta |ln p - ln p_old| has no gradient and KL-Cov has no effect.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ class Method(ABC):
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """Returns the mask of the responses that carry loss, [B] bool. Within these responses, only
-        the tokens in the loss mask carry loss. If a response carries no loss, the tokens of the
-        response count neither in N nor in quantiles."""
+        """Returns the mask of the responses that carry loss, [B] bool. In a response that carries
+        loss, only the tokens in the loss mask carry loss. If a response carries no loss, the tokens
+        of the response count neither in N nor in quantiles."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
@@ -109,7 +109,7 @@ class Method(ABC):
         """Returns the rollout batch with the columns `advantages`, `carries_loss`, `baseline_mask`
         and `penalties` filled in.
 
-        Only `judge` computes these four columns. Every rank reads the four columns from the batch.
+        Only `judge` computes the four columns, and every rank reads them from the batch.
 
         Raises:
             DataError: a response has several branches, but the loss couples all tokens of a
@@ -159,8 +159,8 @@ class Method(ABC):
 
     @abstractmethod
     def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        """Returns the loss of every position, differentiable through batch.log_prob. Only a method
-        with the coupling 'sequence' communicates here, through `batch.over_ranks`."""
+        """Returns the loss of every position, differentiable through batch.log_prob. Only methods
+        with the coupling 'sequence' communicate in `token_loss`, through `batch.over_ranks`."""
 
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:

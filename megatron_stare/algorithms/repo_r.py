@@ -41,7 +41,7 @@ METRICS = (
 class RepoR(Steered):
     """Settings of REPO-R.
 
-    zeta: the coefficient. With an entropy target, this setting is the initial value.
+    zeta: the coefficient. With an entropy target, `zeta` is the initial value of the coefficient.
     zeta_min, zeta_max: the bounds of |zeta| if there is an entropy target.
     entropy_target: the target of the mean entropy, nats. If `entropy_target` is null, zeta is
         fixed.

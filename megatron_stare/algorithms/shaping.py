@@ -41,7 +41,7 @@ class Overlong:
             raise ValueError("overlong: needs 0 < cache <= max_length and factor above 0")
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """Returns the penalty of each response from the response lengths [B], [B] float64. Every
+        """Computes the penalty of each response, [B] float64, from the response lengths [B]. Every
         penalty is at most 0."""
         over = lengths.to(torch.float64) - (self.max_length - self.cache)
         return (-over / self.cache * self.factor).clamp_max(0)
@@ -56,8 +56,8 @@ class LengthPenalty:
     mean) for a set of response lengths. In an easy group, L is taken over the lengths of the
     correct responses. In a medium group, L is taken over the lengths of all responses. The penalty
     of a correct response of length n is 0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for
-    larger n. Hard groups get no penalty. A medium group in which at most half of the responses are
-    correct gets no penalty either; the paper leaves this case open.
+    larger n. Hard groups get no penalty. A medium group gets no penalty if at most half of its
+    responses are correct; the paper leaves this case open.
 
     easy_from: the paper's gamma_1. The paper gives no number for gamma_1.
     correct_from: the lowest reward that counts as correct.

@@ -111,7 +111,7 @@ class Rows:
 
     local: int64 column of the target token on this rank; -1: another rank holds the target's
         column.
-    m: row maximum over all ranks, as in the formulas. The dtype is that of the sums, which
+    m: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, which
         represents m exactly.
     s, entropy: the values s and H of the formulas, over all ranks, in float64.
     """

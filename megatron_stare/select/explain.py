@@ -1,4 +1,4 @@
-"""Explains how the entropy of a run changed, from the dumps of the run. The command is
+"""Uses the dumps of a run to explain how the run's entropy changed. The command is
 `python -m stare_select.explain DUMP [DUMP ...]`.
 
 A dump is a file or a folder that slime (`--save-debug-train-data`), verl
@@ -55,7 +55,7 @@ class Row:
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
     def has(self, names: Sequence[str]) -> bool:
-        """Returns True if the dump has all these fields. If one of these fields has a value per
+        """Returns True if the dump has all fields in `names`. If a field in `names` has a value per
         token, the row must also have a sampled token."""
         if any(getattr(self, name) is None for name in names):
             return False
@@ -72,8 +72,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure:
-    """Figure with a value for each step, or the names of the absent fields that the figure
-    needs."""
+    """Figure with a value for each step or, without values, the names of the absent fields that the
+    figure needs."""
 
     name: str
     by_step: dict[int, float]

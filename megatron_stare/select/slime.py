@@ -88,7 +88,7 @@ class Weighing:
 
     After each rollout, the state is appended as one line to stare_select.jsonl in the folder of
     `--save`. A run that starts at a later rollout reads the state after the previous rollout from
-    the folder of `--load`. If this state is missing, the run fails, unless the section `stare` has
+    the folder of `--load`. A missing state stops the run, unless the section `stare` has
     `fresh_state: true`.
     """
 
@@ -194,9 +194,9 @@ def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Ten
 
 
 def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three numbers for each token of this rank, [N] each: the number of the first token of
-    its row, its column in the row, and the number of its rollout. Tokens and rollouts are numbered
-    over the whole batch, so the numbers are the same in every layout."""
+    """Returns three numbers for each token of this rank, [N] each: the number of the first token in
+    the token's row, the token's column, and the number of the token's rollout. Tokens and rollouts
+    are numbered over the whole batch, so the numbers are the same in every layout."""
     device = rollout_data["loss_masks"][0].device
     positions = torch.as_tensor(rollout_data["partition"], device=device)
     lengths = torch.as_tensor(rollout_data["response_lengths"], device=device).long()
@@ -246,8 +246,8 @@ def _append(folder: Path, rollout_id: int, selector: Selector) -> None:
 
 
 def _read(folder: str | None, rollout_id: int) -> dict[str, Any] | None:
-    """Returns the state after the rollout `rollout_id`, or None. If the file has several such
-    states, the last state is returned."""
+    """Returns the state after the rollout `rollout_id`, or None. If the file has several states for
+    this rollout, the function returns the last state."""
     file = Path(folder or "", STATES)
     found = None
     for line in file.read_text().splitlines() if file.is_file() else ():

@@ -128,8 +128,8 @@ class StareGRPOTrainer(GRPOTrainer):
     def _changed(
         self, batch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor
     ) -> str | None:
-        """Checks TRL's results for a batch, and TRL's loss for two of its rows. Returns a message
-        about the first result that the adapter cannot use, or None."""
+        """Checks TRL's results for a batch, and TRL's loss for at most two rows of the batch.
+        Returns a message about the first result that the adapter cannot use, or None."""
         shape = batch["completion_ids"].shape
         if batch["advantages"].shape != shape[:1]:
             return f"advantages have shape {tuple(batch['advantages'].shape)}, not [B]"

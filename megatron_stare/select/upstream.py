@@ -22,8 +22,8 @@ class UpstreamChangedError(UserError):
 
 
 def missing(of: Any, called: Mapping[str, Sequence[str]]) -> str | None:
-    """Returns a message about the first function that the class or module `of` lacks, or that lacks
-    a parameter. Returns None if nothing is missing.
+    """Returns a message about the first function that is missing in the class or module `of`, or
+    that lacks a parameter. Returns None if nothing is missing.
 
     Args:
         of: a class or a module.
