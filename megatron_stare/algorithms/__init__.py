@@ -2,8 +2,8 @@
 that does not depend on ranks.
 
 A method requests statistics of the whole batch and computes each token's loss from these
-statistics. `method.py` defines the contract. A configuration names a user's own method by its
-dotted path.
+statistics. `method.py` defines the contract. To use a method of your own, set its dotted path in
+the configuration.
 """
 
 from megatron_stare.process.vector_maths import settle

@@ -63,8 +63,8 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """Tells for each group whether all counted values of `x` [B] are equal, [number] bool. The
-    result is True for an empty group."""
+    """Returns the mask of the groups whose counted values in `x` [B] are all equal, [number] bool.
+    Groups without counted values are also in the mask."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

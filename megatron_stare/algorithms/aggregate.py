@@ -1,8 +1,8 @@
 """Coefficients that weight the token losses in the training loss.
 
-Coefficients are computed from counts over the whole batch of an optimizer step. The sum of the loss
-over ranks and micro-batches is therefore the same in every parallel layout. Only 'micro_batch_mean'
-depends on the layout; it allows comparisons with code that averages per micro-batch.
+Coefficients are computed from counts over the whole batch of an optimizer step. The loss, summed
+over ranks and micro-batches, is therefore the same in every parallel layout. Only the aggregation
+'micro_batch_mean' depends on the layout, for comparisons with code that averages per micro-batch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def coefficients(
     lengths: Tensor | None = None,
     length_norm: int | None = None,
 ) -> Tensor:
-    """Returns coefficients, [N], in the dtype of batch.log_prob. Coefficients are 0 outside
-    batch.loss_mask.
+    """Returns the coefficient of each token, [N], in the dtype of batch.log_prob. Coefficients are
+    0 outside batch.loss_mask.
 
     Args:
         batch: the tokens. `batch.loss_mask` marks the tokens that count.
@@ -83,7 +83,8 @@ def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
 
 
 def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
-    """Returns B, the number of responses with a counted token, as a number or a 0-dim tensor."""
+    """Returns B, the number of responses that have a counted token. The result is a float or a
+    0-dim tensor."""
     if lengths is None:
         return float(max(batch.num_sequences, 1))
     return (lengths > 0).sum().clamp_min(1).to(batch.log_prob.dtype)

@@ -43,7 +43,7 @@ class ClipCov(Grpo):
     """Settings of Clip-Cov, with the defaults of the released recipe.
 
     share: the share of all tokens that get loss 0.
-    cov_low, cov_high: the bounds of the covariance of a token that may be drawn.
+    cov_low, cov_high: a token can be drawn only if its covariance lies between these bounds.
     seed: the seed of the random draw.
     """
 
@@ -81,14 +81,15 @@ class ClipCov(Grpo):
         return uniform(self.seed, batch.step, batch.index)
 
     def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the tokens whose covariance lies between `cov_low` and `cov_high`, [N] bool."""
+        """Returns the mask of the tokens whose covariance lies between `cov_low` and `cov_high`,
+        [N] bool."""
         cov = covariance(batch, known)
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the candidates whose gradient the ratio clip does not remove, [N] bool. The ratio
-        is computed from `batch.selected_by`, the log-probs that select tokens, and the old
-        log-probs."""
+        """Returns the mask of the candidates whose gradient the ratio clip does not remove, [N]
+        bool. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`), because
+        `batch.selected_by` holds the log-probs that select tokens."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

@@ -29,8 +29,8 @@ class Clipped(PolicyGradient):
     """Settings of the clipped surrogate.
 
     clip_low, clip_high: the distances from 1 to the lower and the upper bound of the ratio.
-    dual_clip: the upper bound of the ratio for negative advantages. The bound must be above 1. Null
-        turns this bound off.
+    dual_clip: the upper bound of the ratio for negative advantages. `dual_clip` must be above 1.
+        Null turns this bound off.
     """
 
     clip_low: float = 0.2
@@ -45,7 +45,8 @@ class Clipped(PolicyGradient):
             raise ValueError("dual_clip must be above 1, or null")
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the advantages that multiply the ratio, detached, [N]."""
+        """Returns the advantages that multiply the ratio, [N]. `policy_loss` detaches the
+        advantages."""
         return batch.advantage
 
     def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:

@@ -9,10 +9,10 @@ that learns compute different probabilities for the same token.
     icepop     weight R inside [low, high], else 0; the token stays in the denominator
     mask       weight R, tokens outside [low, high] leave loss and denominator        MIS
 
-The importance weight is detached, and multiplies the policy loss after clipping.
-fengyao.notion.site (off-policy-rl) describes truncated importance sampling. "When Speed Kills
-Stability" (Liu, Li et al. 2025) describes masking and the ratio of a whole response. The modes and
-the veto follow slime's mis.py.
+The importance weight is detached, and multiplies the clipped policy loss. Truncated importance
+sampling is described at fengyao.notion.site (off-policy-rl). "When Speed Kills Stability" (Liu, Li
+et al. 2025) describes masking and the ratio of a whole response. The modes and the veto follow
+slime's mis.py.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Correction:
     """Settings of the importance correction.
 
     mode: the treatment of a ratio outside the bounds `low` and `high`.
-    level: the ratio that is compared with the bounds. 'token' takes the ratio of each token,
-        'sequence' the product of a response's ratios, and 'geometric' the geometric mean of a
-        response's ratios.
+    level: the ratio that is compared with the bounds. 'token' takes each token's own ratio.
+        'sequence' takes the product of all token ratios of the response. 'geometric' takes the
+        geometric mean of these token ratios.
     low, high: the bounds of the ratio. The mode `truncate` uses only `high`.
-    reject: bounds (low, high) of a token's own ratio. In every mode, a token with a ratio outside
-        these bounds is removed from the loss and from the denominator of the loss. If `reject` is
-        null, no token is rejected.
+    reject: bounds (low, high) of a token's own ratio. In every mode, a token whose own ratio lies
+        outside these bounds is removed from the loss and from the denominator of the loss. If
+        `reject` is null, no token is rejected.
     veto: the lowest ratio that a token may have. A response with a token ratio below `veto` is
         removed from the loss and from the denominator of the loss. If `veto` is null, no response
         is removed.
-    normalise: true divides every weight by the mean weight of the kept tokens of the whole batch.
+    normalise: true divides every weight by the mean weight over all kept tokens in the batch.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -117,9 +117,8 @@ class Correction:
         )
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the detached factors on the policy loss, [N]. With `normalise`, every factor is 0
-        if the mean weight is 0. The mean weight is 0 if no token is kept, or if icepop gives every
-        token weight 0."""
+        """Returns the detached factor on each token's policy loss, [N]. With `normalise`, every
+        factor is 0 if no token is kept, or if icepop gives every kept token the weight 0."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight
@@ -141,7 +140,8 @@ class Correction:
                 return level
 
     def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the ratio R of each token or of the token's response, [N]."""
+        """Returns for each token the ratio R, [N], which is the ratio of the token or of the
+        token's response."""
         own = _log_ratio(batch)
         if self.level == "token":
             return own.exp()

@@ -35,5 +35,5 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 def budget(statistics: Statistics, share: float) -> Tensor:
     """Returns the number of tokens to select, max(1, int(N share)), 0-dim. The number of tokens is
-    rounded down, unlike the top-k counts of STARE and 20-Entropy."""
+    rounded down here, but rounded up in STARE and 20-Entropy."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

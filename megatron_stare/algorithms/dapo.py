@@ -4,9 +4,9 @@ punishment.
     J = (1 / N) sum_{i,t} min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A)
     reward += min(-(n - (L_max - L_cache)) / L_cache, 0)
 
-The fourth part of DAPO, dynamic sampling, keeps only prompts whose rewards differ. Dynamic sampling
-is part of the rollout, not of this method. The setting `truncated: mask` is the overlong filtering
-that the paper uses as a comparison.
+The fourth part of DAPO, dynamic sampling, keeps only prompts whose responses differ in reward.
+Dynamic sampling is part of the rollout, not of this method. The setting `truncated: mask` is
+overlong filtering, which the paper uses for comparison.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_stare.algorithms.shaping import Overlong
 
 @dataclass(frozen=True, kw_only=True)
 class Dapo(Grpo):
-    """Settings of DAPO, which are the settings of GRPO with the defaults of the DAPO paper.
+    """Settings of DAPO: the settings of GRPO, with the defaults of the DAPO paper.
 
     overlong: the soft overlong punishment. Set `overlong.max_length` to the longest response that
         the run allows.

@@ -4,14 +4,15 @@ its advantage and surprisal.
     w = sigmoid(A s / eta)        s = -ln p of the sampled token
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-Rare tokens of right answers get a weight near 1, rare tokens of wrong answers a weight near 0, and
-common tokens 1/2. DG therefore acts like STARE's C2, but needs no quantile, no gate and no
-collective operation. The paper does not clip the ratio. In the paper, p is the probability under
-the policy that is being updated. The setting `statistics.surprisal: current` takes p from that
-policy. This setting differs from the default only if a batch gets several updates. The setting
-`entropy_target` is not in the paper. With `entropy_target`, the weights act only while the mean
-entropy of the batch is below the target. At or above the target, every token has the weight 1/2
-instead of 1, so that closing the gate hardly changes the size of a step.
+Rare tokens of right answers get a weight near 1. Rare tokens of wrong answers get a weight near 0.
+Tokens of high probability get a weight near 1/2. DG therefore acts like STARE's variant C2, but
+needs no quantile, no gate and no collective operation. The paper does not clip the ratio. In the
+paper, p is the probability under the policy that is being updated. The setting
+`statistics.surprisal: current` uses the paper's p. By default, p comes from the log-prob pass, and
+differs from the paper's p only if a batch gets several updates. The setting `entropy_target` is not
+in the paper. With `entropy_target`, the weights act only while the mean entropy of the batch is
+below the target. At or above the target, every token has the weight 1/2 instead of 1, so that the
+size of a step hardly changes when the gate closes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ METRICS = (
 class Dg(Steered):
     """Settings of DG, with the paper's temperature.
 
-    eta: the temperature of the weights; small values make the weights 0 or 1.
+    eta: the temperature of the weights. Small values bring the weights close to 0 or 1.
     entropy_target: an entropy in nats. The weights act only while the mean entropy of the batch is
         below `entropy_target`. If `entropy_target` is null, the weights always act.
     """

@@ -1,12 +1,12 @@
-"""EntroPIC (arXiv 2511.15248) steers the entropy by a proportional-integral controller, which
-weighs right against wrong answers on the tokens of high probability.
+"""EntroPIC (arXiv 2511.15248) steers the entropy with a proportional-integral controller. The
+controller changes the weights of right and wrong answers, but only on tokens of high probability.
 
     e = H - target        a = clip(K_p e + K_i sum of e, -1, 1)
     on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
 
-a is computed before the loss of the same step, unless the gate is lagged. As in the authors' code,
-the sum of e has no bound, so a long time off the target is paid back by as long a time on the other
-side.
+Every step computes the value a: before the loss or, if `statistics.gate` is `lagged`, after the
+loss. As in the authors' code, the sum of e has no bound. If the entropy stays on one side of the
+target for long, it therefore stays on the other side for equally long afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METRICS = (
 class Entropic(Steered):
     """Settings of EntroPIC.
 
-    entropy_target: the mean entropy to hold, nats.
+    entropy_target: the mean entropy that the controller aims for, nats.
     proportional, integral: K_p and K_i, per nat.
     probable_above: the probability above which a token is reweighted.
     """

@@ -1,4 +1,4 @@
-"""The entropy bonus changes the loss to loss - c H, with gradient through the entropy H. The
+"""The entropy bonus subtracts c H from the loss, and the gradient flows through the entropy H. The
 coefficient c is fixed, or adjusted so that the entropy reaches a target (Skywork-OR1, 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
@@ -71,8 +71,8 @@ class EntropyBonus:
     def control(
         self, state: dict[str, torch.Tensor], statistics: Statistics
     ) -> dict[str, torch.Tensor]:
-        """Returns the state with the entry USED for this step and the entries COEF and OPEN for the
-        next step."""
+        """Returns the state. The entry USED is for this step, and the entries COEF and OPEN are for
+        the next step."""
         if self.target is None:
             return state
         entropy = scalar(statistics, MEASURE)
@@ -89,7 +89,7 @@ class EntropyBonus:
 
 
 def refuse_two_targets(entropy_target: float | None, bonus: EntropyBonus | None) -> None:
-    """Raises ValueError if a method's gate and its entropy bonus would both steer the entropy."""
+    """Raises ValueError if a method and its entropy bonus both have an entropy target."""
     if entropy_target is not None and bonus is not None and bonus.target is not None:
         raise ValueError(
             "entropy_target and entropy_bonus.target steer the same entropy; set one of them to"

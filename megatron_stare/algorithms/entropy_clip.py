@@ -1,13 +1,14 @@
-"""Clip_B and Clip_V (arXiv 2602.03392) remove wrong answers' tokens that would change the entropy
-by far more than most tokens do.
+"""Clip_B and Clip_V (arXiv 2602.03392) remove tokens of wrong answers from the loss, if these
+tokens would change the entropy far more than most tokens do.
 
     S = p (ln p + H)        Phi = S - E_v[S]        the mean E_v is over the vocabulary
     Clip_B: A < 0 and S - mean S < -mu std S lose their loss
     Clip_V: A < 0 and -Phi > mu std Phi lose their loss, at most max(1, int(max_share N)) tokens
 
-Means and standard deviations (divided by N) are over the tokens of the whole batch. The removed
-tokens also leave the denominator, as in the authors' code. The authors do not centre the threshold
-of Clip_V. Phi is that of the log-prob pass, whatever `statistics.surprisal` is. If the standard
+Means and standard deviations are taken over the N tokens of the whole batch, with N as divisor. As
+in the authors' code, the removed tokens also leave the denominator of the loss. Also as in the
+authors' code, Clip_V does not subtract the mean of -Phi before comparing -Phi with the threshold.
+Phi always comes from the log-prob pass, for every value of `statistics.surprisal`. If the standard
 deviation is below 1e-12, no token is removed.
 """
 
@@ -40,7 +41,8 @@ _FLAT = 1e-12
 
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:
-    """Returns the requests for the mean and, once the mean is known, for the variance of x."""
+    """Returns the request for the mean of x. As soon as the mean is known, also returns the request
+    for the variance of x."""
     asked: dict[str, Request] = {"clip/mean": Mean(x, mask)}
     if "clip/mean" in known:
         asked["clip/variance"] = Mean((x - scalar(known, "clip/mean")) ** 2, mask)
@@ -118,7 +120,8 @@ class _LargestClipped:
 class ClipB(Grpo):
     """Settings of Clip_B.
 
-    mu: the number of standard deviations below the mean of S from which a token is removed.
+    mu: a token of negative advantage is removed if its S lies more than `mu` standard deviations
+        below the mean of S.
     """
 
     aggregation: Aggregation = "token_mean"
@@ -141,9 +144,10 @@ class ClipB(Grpo):
 class ClipV(Grpo):
     """Settings of Clip_V.
 
-    mu: the number of standard deviations of Phi above which -Phi makes a token a candidate.
-    max_share: the share of all tokens that are removed at most, those of largest -Phi. At least
-        one candidate is removed.
+    mu: a token of negative advantage is a candidate if -Phi is above `mu` standard deviations of
+        Phi.
+    max_share: at most this share of all tokens is removed, namely the candidates of largest -Phi.
+        If there are candidates, at least one is removed.
     """
 
     aggregation: Aggregation = "token_mean"

@@ -1,9 +1,9 @@
 """Filters remove tokens from the loss, one filter after the other, before the method requests its
 own statistics.
 
-A filter may also request statistics. Each filter sees only the tokens that the filters before it
-kept. The order is therefore fixed: importance rejection comes first, then the mask of the method,
-then the method's quantiles over the kept tokens.
+A filter can also request statistics of its own. Each filter sees only the tokens that the filters
+before it kept. The order is therefore fixed: rejection by importance ratio comes first, then the
+mask of the method, then the method's quantiles over the kept tokens.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ class Filter(Protocol):
 
     @property
     def leaves_count(self) -> bool:
-        """Tells whether the tokens that the filter removes also leave the denominator of the
-        loss."""
+        """Returns True if the removed tokens also leave the denominator of the loss."""
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """Returns requests for statistics over the tokens that earlier filters kept."""
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
-        """Returns the tokens that stay in the loss, [N] bool. Returns None while the filter's
-        statistics are not known."""
+        """Returns the mask of the tokens that stay in the loss, [N] bool. Returns None while the
+        filter's statistics are not known."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A batch after the filters, and the statistics that the filters request."""
+    """Batch after the filters, and the statistics that the filters request."""
 
     # kept.loss_mask: tokens with policy loss; kept.in_baseline: tokens of baseline responses
     kept: TokenBatch

@@ -1,13 +1,15 @@
-"""GEPO, group-entropy policy optimisation (arXiv 2607.16850), weighs the answers to a prompt by the
-group's mean surprisal. (Another GEPO, arXiv 2508.17850, changes importance weights.)
+"""GEPO (group-entropy policy optimisation, arXiv 2607.16850) weights the answers to a prompt by
+their mean surprisal. The GEPO of arXiv 2508.17850 is another method, which changes importance
+weights.
 
     H_g = mean surprisal of the group's tokens        mu, sd over the groups of the batch
     low <- (1 - r) low + r (mu - 0.2 sd)              high <- (1 - r) high + r (mu + 0.3 sd)
     w = 0.5 where A > 0 and H_g < low                 w = 0.2 where A < 0 and H_g > high
 
-The bounds move before the loss of the same step; the first batch sets them. Third-party code that
-quotes the paper is the only source at hand, so the formula is inferred: sd is divided by the number
-of groups, and H_g covers the group's tokens in the step's mini-batch.
+The bounds are updated before the loss of the same step is computed. The first batch sets the
+initial bounds. The formula comes from third-party code that quotes the paper, because no other
+source was available. Two details are inferred: sd divides by the number of groups, and H_g covers
+the group's tokens in the mini-batch of the step.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ class Gepo(Reweighted):
     """Settings of GEPO.
 
     weight_low: the weight of positive advantages in groups below the lower bound.
-    weight_high: the weight of negative advantages in groups above the upper bound. It must be below
-        `weight_low`, or responses shrink to nothing.
-    spread_low, spread_high: standard deviations between the mean of the groups and the bounds.
-    rate: r, the share of a new batch in the bounds.
+    weight_high: the weight of negative advantages in groups above the upper bound. `weight_high`
+        must be below `weight_low`; otherwise the responses shrink to nothing.
+    spread_low, spread_high: the distances of the two bounds from the mean over the groups, in
+        standard deviations.
+    rate: r, the weight of a new batch in the running bounds.
     """
 
     weight_metric: ClassVar[str] = "gepo/weight"
@@ -82,7 +85,8 @@ class Gepo(Reweighted):
         return batch.groups[batch.sequence]
 
     def surprisals(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns H_g and whether the group has tokens, [number of groups] each."""
+        """Returns H_g of every group, and the mask of the groups that have tokens, [number of
+        groups] each."""
         tokens = tensor(statistics, "gepo/tokens")
         return tensor(statistics, "gepo/sum") / tokens.clamp_min(1), tokens > 0
 

@@ -139,9 +139,9 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """Returns the whole-batch statistics that `cell_metrics` reads. A cell is a range of
-    probability combined with a range of entropy. The statistics of a cell are the number of its
-    tokens and the sum of their norms.
+    """Returns the whole-batch statistics that `cell_metrics` reads. A cell combines a range of
+    probability with a range of entropy. Each cell has two statistics: the number of tokens and the
+    sum of the token norms.
 
     Raises:
         ValueError: the batch lacks the sums over the vocabulary.
@@ -159,10 +159,9 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
-    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is
-    |one_hot(a) - p|, the norm of the unweighted gradient of a token's own log-prob, as in STAPO's
-    figure. The gradient is taken with respect to the logits after their division by the
-    temperature."""
+    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in STAPO's
+    figure, the norm is |one_hot(a) - p|: the norm of the gradient of a token's log-prob, without
+    the factor w. The gradient is taken with respect to the logits divided by the temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}
@@ -170,7 +169,7 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
 
 
 def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
-    """Returns for each element of x the number of `ends` that are at most that element, [N]
+    """Counts for each element of x the values in `ends` that are not above this element, [N]
     int64."""
     found = torch.zeros_like(x, dtype=torch.int64)
     for end in ends:
@@ -179,8 +178,7 @@ def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
 
 
 def norm_metrics(statistics: Statistics, temperature: float) -> dict[str, Tensor]:
-    """Returns the 0-dim metrics `gradient/*`. A metric that is a share is 0 if there are no
-    tokens."""
+    """Returns the 0-dim metrics `gradient/*`. Without tokens, every share is 0."""
     tokens, plain = scalar(statistics, "norm/tokens"), scalar(statistics, "norm/plain")
     return {
         "gradient/logit_norm": scalar(statistics, "norm/square").sqrt() / temperature,

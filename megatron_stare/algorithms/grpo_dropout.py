@@ -1,12 +1,14 @@
-"""GRPODropout drops the likeliest right answers to a prompt while they would lower the entropy.
+"""GRPODropout drops right answers to a prompt, the most likely answer first, as long as the
+remaining answers would lower the entropy.
 
     s_i = mean surprisal of a response        K: all responses to the prompt with tokens
     while Cov_i(A_i [i in K], s_i) < 0: drop from K the response of lowest s_i among those of A > 0
     b = sum_K e^{-s_i} A_i / sum_K e^{-s_i}        A_i <- A_i - b in K, 0 outside K
 
-The covariance is over all the prompt's responses, dropped ones with an advantage of 0. Tokens of
-dropped responses stay in N. Only a description of the method is at hand, so this is inferred: that
-both sums run over the prompt's responses, and what N counts.
+The covariance covers all responses to the prompt, and a dropped response enters with advantage 0.
+Tokens of dropped responses still count in N, the divisor of the loss. Two details are inferred,
+because only a description of the method was available: both sums run over the prompt's responses,
+and N counts the tokens of dropped responses.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoDropout(Grpo):
-    """Settings of GRPODropout, which are GRPO's."""
+    """Settings of GRPODropout: the settings of GRPO, with other defaults."""
 
     clip_high: float = 0.28
     aggregation: Aggregation = "token_mean"
@@ -57,7 +59,8 @@ class GrpoDropout(Grpo):
         }
 
     def dropped(self, groups: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns which responses are dropped, [B] bool, and the new advantages, [B] float64."""
+        """Returns the mask of the dropped responses, [B] bool, and the new advantages, [B]
+        float64."""
         tokens = tensor(statistics, "grpo_dropout/tokens")
         surprisal = tensor(statistics, "grpo_dropout/surprisal") / tokens.clamp_min(1)
         advantage = tensor(statistics, "grpo_dropout/advantage") / tokens.clamp_min(1)
@@ -69,12 +72,13 @@ class GrpoDropout(Grpo):
         s, a, g = surprisal[order], advantage[order], groups[order]
 
         def whole(values: Tensor) -> Tensor:
-            """Returns the sum over the prompt's responses, for each response."""
+            """Returns for each response the sum of `values` over all responses to the prompt."""
             zeros = torch.zeros(groups.shape[0] + 1, dtype=torch.float64, device=values.device)
             return zeros.index_add(0, g, values.to(torch.float64))[g]
 
         def before(values: Tensor) -> Tensor:
-            """Returns the sum over the prompt's right answers that come earlier in the order."""
+            """Returns for each response the sum of `values` over the right answers to the prompt
+            that come earlier in the order."""
             so_far = (values * right[order]).to(torch.float64).cumsum(0)
             earlier = torch.cat([so_far.new_zeros(1), so_far[:-1]])
             first = torch.searchsorted(g, g)  # of the prompt

@@ -2,8 +2,9 @@
 with the mean entropy of the response.
 
 Let E be the mean entropy of a response under the old policy. Let n and m be the numbers of correct
-and wrong responses to the prompt. The sum in the reward of a correct response is over the prompt's
-correct responses. The sum in the reward of a wrong response is over the prompt's wrong responses.
+and wrong responses to the prompt. In the reward of a correct response, the sum runs over the
+prompt's correct responses. In the reward of a wrong response, the sum runs over the prompt's wrong
+responses.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
@@ -87,8 +88,8 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """Returns x n / s for each response, [B]. n is the number of the prompt group's
-            responses in `among`, and s is the sum of x over these responses."""
+            """Returns x n / s for each response, [B]. Here, n is the number of responses in the
+            prompt group that `among` selects, and s is the sum of x over these n responses."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))

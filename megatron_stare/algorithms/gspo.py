@@ -5,8 +5,8 @@
 
 The setting `form: token` selects GSPO-token, with the ratio s_{i,t} = sg[s_i] p / sg[p].
 GSPO-token's loss has the same value as GSPO's loss. If all tokens of a response have one advantage,
-GSPO-token's gradient also equals GSPO's gradient. ln s_{i,t} is capped at 10, as in verl. The clip
-bounds of a response's ratio are far smaller than the bounds of a token ratio: a bound of 0.2 would
+GSPO-token's gradient also equals GSPO's gradient. As in verl, ln s_{i,t} is capped at 10. The clip
+bounds of s_i are far smaller than the usual bounds of a token ratio, because a bound of 0.2 would
 never clip s_i.
 """
 

@@ -1,31 +1,31 @@
 """GTPO (arXiv 2508.04349) gives each token a reward that grows with the token's share of the
 entropy. The GTPO of arXiv 2508.03772 is another method.
 
-Let d_t and h_t be the numbers of correct and of wrong responses to the prompt that have a token at
-position t. Let H be the entropy of the old policy at a token. The tokens of correct responses are
-called correct tokens, and the tokens of wrong responses wrong tokens. The reward r and the
-advantage A of a token are:
+Let d_t be the number of correct responses to the prompt that have a token at position t. Let h_t be
+the number of wrong responses to the prompt that have a token at position t. Let H be the entropy of
+the old policy at a token. A token of a correct response is called a correct token, and a token of a
+wrong response is called a wrong token. The reward r and the advantage A of a token are:
 
     correct   r = alpha1 + alpha2 d_t H / sum H
     wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
-The value 'separate' of the setting `normalise` reads eq. 6 literally, and takes mean and std over
-correct tokens and over wrong tokens separately. With 'separate', the mean advantage over the
-correct tokens is exactly 0, and so is the mean advantage over the wrong tokens. With 'separate',
-the outcome therefore cancels, and the policy learns from the entropy alone. The default, 'joint',
-takes mean and std over all tokens. With 'joint', the mean advantage is positive over a prompt's
-correct tokens and negative over the prompt's wrong tokens. 'joint' can still give a token an
-advantage of the wrong sign. If few tokens are wrong, the overall mean lies near the mean of the
-correct tokens, so correct tokens with a small share of the entropy get a negative advantage. If few
-tokens are correct, wrong tokens with a small share of the inverse entropy get a positive advantage.
+The setting `normalise: separate` follows eq. 6 literally: correct tokens and wrong tokens each have
+their own mean and std. With 'separate', the mean advantage over the correct tokens is exactly 0,
+and so is the mean advantage over the wrong tokens. With 'separate', the outcome therefore cancels,
+and the policy learns from the entropy alone. The default, 'joint', takes mean and std over all
+tokens. With 'joint', the mean advantage is positive over a prompt's correct tokens and negative
+over the prompt's wrong tokens. Still, 'joint' can give a token an advantage of the wrong sign. If
+few tokens are wrong, correct tokens with a small share of the entropy get a negative advantage,
+because the overall mean lies near the mean of the correct tokens. If few tokens are correct, wrong
+tokens with a small share of the inverse entropy get a positive advantage.
 
-Tokens that are normalised together get advantage 0 if their rewards differ by rounding only.
-Dividing by a spread of rounding errors would turn the errors into advantages of several units. For
-example, with 'separate', each token of a prompt's only correct response has the share 1, so the
-rewards of these tokens differ by rounding only. The paper's words "Entropy clipped at 0.2 and 0.28"
-are read here as DAPO's bounds of the ratio. The setting `entropy_clamp` follows the literal reading
-of these words.
+Tokens that are normalised together get advantage 0 if their rewards differ by rounding only. If
+rounding errors were divided by their own std, they would become advantages of several units. For
+example, if a prompt has only one correct response, 'separate' gives each token of this response the
+share 1, so the rewards of these tokens differ by rounding only. This file takes the paper's words
+"Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. With the setting
+`entropy_clamp`, the entropy itself is clamped, as the words literally say.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Gtpo(Clipped):
     """Settings of GTPO, with the paper's defaults.
 
     alpha1, alpha2: weights of outcome and entropy.
-    normalise: 'joint' takes mean and std over all tokens. 'separate' takes mean and std over
-        correct tokens and over wrong tokens separately (eq. 6 read literally).
+    normalise: 'joint' takes mean and std over all tokens. 'separate' takes one mean and std over
+        correct tokens, and another mean and std over wrong tokens (eq. 6 read literally).
     scope: the tokens that are compared with each other. 'group' compares the tokens of one prompt,
         as in the paper's formulas. 'batch' compares all tokens of the batch, as in the paper's
         discussion.
@@ -61,8 +61,8 @@ class Gtpo(Clipped):
         shape the rewards. If `entropy_clamp` is null, entropies are not clamped.
     correct_from: the lowest reward that counts as correct.
     eps: a number that is added to every entropy and to the standard deviation, so that no divisor
-        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy.
-        With the paper's form, the share of a single response differs from 1.
+        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy. In
+        the paper's form with eps in the sum, the share of a single response is not exactly 1.
     """
 
     clip_high: float = 0.28
@@ -150,7 +150,7 @@ class Gtpo(Clipped):
         )
 
     def _correct(self, batch: TokenBatch) -> Tensor:
-        """Tells whether each response is correct, [B] bool."""
+        """Returns the mask of the correct responses, [B] bool."""
         return _whole(batch.rewards) >= self.correct_from
 
     def _entropy(self, batch: TokenBatch) -> Tensor:

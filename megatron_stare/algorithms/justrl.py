@@ -16,7 +16,7 @@ from megatron_stare.algorithms.grpo import Grpo
 
 @dataclass(frozen=True, kw_only=True)
 class JustRl(Grpo):
-    """Settings of JustRL, which are the settings of GRPO with the published defaults of JustRL."""
+    """Settings of JustRL: the settings of GRPO, with the published defaults of JustRL."""
 
     clip_high: float = 0.28
     dual_clip: float | None = 10.0

@@ -1,7 +1,7 @@
-"""Penalty on the KL divergence from the reference policy, as a term of the loss.
+"""Loss term that penalises the KL divergence from the reference policy.
 
-Schulman's estimators (joschu.net/blog/kl-approx.html) depend on the log-probs of the sampled token
-through d = ln p_ref - ln p:
+Schulman's estimators (joschu.net/blog/kl-approx.html) are functions of d = ln p_ref - ln p at the
+sampled token:
 
     k1 = -d        k2 = d^2 / 2        k3 = e^d - d - 1  (GRPO, arXiv 2402.03300)
 """

@@ -4,9 +4,9 @@ acts on the tokens with the highest covariance between advantage and log-prob.
     loss = -A rho + beta |ln p - ln p_old|  on the max(1, int(share N)) tokens of largest covariance
     loss = -A rho                           elsewhere
 
-KL-Cov does not clip the ratio, because the released code ignores the clip bounds that its scripts
-pass. With one optimizer step per rollout batch, ln p = ln p_old. The penalty beta |ln p - ln p_old|
-then has no gradient, so KL-Cov has no effect.
+KL-Cov does not clip the ratio. The scripts of the released code set clip bounds, but the released
+code ignores these bounds. With one optimizer step per rollout batch, ln p equals ln p_old, so the
+penalty beta |ln p - ln p_old| has no gradient and KL-Cov has no effect.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class KlCov(PolicyGradient):
         for 7B models and 2e-4 for 32B models.
     coef: beta, the weight of the penalty. The weight is 1 in the original repository and 0.1 in
         verl's configuration.
-    advantage_spread: the number that divides the difference between a reward and the mean reward of
-        the group.
+    advantage_spread: the divisor of the difference between a reward and the group's mean reward
+        (see advantage.py).
     """
 
     share: float = 2e-3
@@ -68,7 +68,7 @@ class KlCov(PolicyGradient):
         return asked
 
     def held(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the tokens that get the penalty on the distance from the old policy, [N] bool."""
+        """Returns the mask of the tokens that get the penalty, [N] bool."""
         return threshold(statistics, "held").select(
             covariance(batch, statistics), batch.index, batch.loss_mask
         )

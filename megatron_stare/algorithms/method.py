@@ -4,13 +4,14 @@ A training step:
 
 1. The driver calls `judge`, which computes the advantages of the rollout batch.
 2. The trainer runs the log-prob pass.
-3. The trainer computes the statistics of `requests` over all ranks. `control` then updates the
-   method's state.
-4. For every mini-batch, the trainer computes the statistics of `requests` over that mini-batch
+3. The trainer computes, over all ranks, the statistics that `requests` returns. `control` then
+   updates the method's state.
+4. For every mini-batch, the trainer computes the requested statistics again, over this mini-batch
    alone. The trainer then calls `token_loss` and `coefficients` on each micro-batch.
 
-The training loss is the sum of coefficient times token loss over all tokens. In shapes, B is the
-number of samples, and N is the number of response positions in the batch that is passed in.
+The training loss is a sum over all tokens: each token adds its coefficient times its token loss. In
+shapes, B is the number of samples, and N is the number of response positions in the batch that is
+passed in.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ class TokenTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A policy-optimisation method. The fields of a subclass are the settings of the method in
-    YAML."""
+    """A policy-optimisation method. The fields of a subclass are the method's settings in YAML."""
 
     # token: a token's loss depends on its own log-prob alone; sequence: on its whole response
     coupling: ClassVar[Literal["token", "sequence"]] = "token"
@@ -73,30 +73,32 @@ class Method(ABC):
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that says why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if nothing in the method reads the log-prob pass, or if only the
-        method's gate reads the log-prob pass.
+        log-prob pass. Returns None if nothing in the method reads the log-prob pass, except perhaps
+        the method's gate.
 
-        A run may skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
-        A run without the log-prob pass makes one update per rollout batch. In a run without the
-        log-prob pass, `requests` finds NaN for old log-probs and entropies. `control` runs after
-        the training pass, which computes log-probs and entropies. `token_loss` gets the detached
-        current log-prob as the old log-prob.
+        A run can skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
+        A run without the log-prob pass makes one update per rollout batch. Without the log-prob
+        pass, `requests` gets NaN as old log-probs and entropies. Without the log-prob pass,
+        `control` runs after the training pass, because only the training pass computes log-probs
+        and entropies. Without the log-prob pass, `token_loss` gets the detached current log-prob as
+        the old log-prob.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
     @property
     def selects(self) -> tuple[TokenSet, ...]:
-        """Returns the token sets that `selected` distinguishes. Diagnostics log each set by its
+        """Returns the token sets that `selected` distinguishes. Diagnostics log each set under its
         name."""
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """Returns the responses that carry loss on the tokens of their loss mask, [B] bool. If a
-        response carries no loss, the tokens of the response count neither in N nor in quantiles."""
+        """Returns the mask of the responses that carry loss, [B] bool. In a response that carries
+        loss, only the tokens in the loss mask carry loss. If a response carries no loss, the tokens
+        of the response count neither in N nor in quantiles."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
-        """Returns the responses that form the baseline of the advantages, [B] bool."""
+        """Returns the mask of the responses that form the baseline of the advantages, [B] bool."""
         return batch.verified
 
     def shaped_rewards(self, batch: RolloutBatch) -> Tensor:
@@ -107,7 +109,7 @@ class Method(ABC):
         """Returns the rollout batch with the columns `advantages`, `carries_loss`, `baseline_mask`
         and `penalties` filled in.
 
-        Only `judge` computes the four columns; every rank reads the four columns from the batch.
+        Only `judge` computes the four columns, and every rank reads them from the batch.
 
         Raises:
             DataError: a response has several branches, but the loss couples all tokens of a
@@ -144,7 +146,7 @@ class Method(ABC):
         """Returns the statistics that the method needs. `control` needs statistics of the rollout
         batch; the loss needs statistics of a mini-batch.
 
-        The trainer calls `requests` again until a call returns no new names, so that a request may
+        The trainer calls `requests` again until a call returns no new names, so that a request can
         build on the statistics in `known`. The statistic `tokens` is the number of positions that
         carry loss; `coefficients` divides by `tokens`.
         """
@@ -157,16 +159,16 @@ class Method(ABC):
 
     @abstractmethod
     def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        """Returns the loss of every position, computed without communication and differentiable
-        through batch.log_prob."""
+        """Returns the loss of every position, differentiable through batch.log_prob. Only methods
+        with the coupling 'sequence' communicate in `token_loss`, through `batch.over_ranks`."""
 
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the factor on every token's loss in the sum over tokens, [N]. The factor is 0
-        outside batch.loss_mask."""
+        """Returns the factor that multiplies each token's loss in the training loss, [N]. The
+        factor is 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the code of each token's set among `selects`, [N] int8. The codes serve
+        """Returns for each token the code of its set in `selects`, [N] int8. The codes serve
         diagnostics and people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of
@@ -176,8 +178,8 @@ class Method(ABC):
         return torch.zeros_like(batch.loss_mask, dtype=torch.int8)
 
     def empty(self, statistics: Statistics) -> Tensor:
-        """Tells whether no token of the whole mini-batch has a loss, 0-dim bool. If no token has a
-        loss, the trainer skips the optimizer step, because a step without gradient would still
+        """Returns True if no token of the whole mini-batch has a loss, 0-dim bool. If no token has
+        a loss, the trainer skips the optimizer step, because a step without gradient would still
         apply momentum and weight decay."""
         return scalar(statistics, "tokens") == 0
 

@@ -1,15 +1,16 @@
-"""OPEFO (arXiv 2605.11491) balances the tokens that raise the entropy against those that lower it.
+"""OPEFO (arXiv 2605.11491) balances the tokens that raise the entropy against the tokens that lower
+the entropy.
 
     c = -A Phi                          a token's first-order change of the entropy (sensitivity.py)
     F+ = sum of the c of L+ and U-      F- = -sum of the c of U+ and L-
     lambda = (F- - F+) / (F+ + F-)
     w = 1 + lambda on L+ and U-         w = 1 - lambda on U+ and L-
 
-Under these weights both sums become 2 F+ F- / (F+ + F-). If all tokens have the same coefficient
-(token_mean, no importance correction), a step on the sampling policy therefore leaves the entropy
-as it is to first order. The weights hold the entropy where it stands; they aim at no target. The
-paper was read in summaries only: F from the exact Phi of the whole batch is inferred. Phi is that
-of the log-prob pass, whatever `statistics.surprisal` is.
+With these weights, F+ and F- both become 2 F+ F- / (F+ + F-). If all tokens have the same
+coefficient (token_mean, no importance correction), a step on the sampling policy therefore does not
+change the entropy to first order. The weights keep the entropy at its present value, without a
+target. Only summaries of the paper were read, so it is inferred that F uses the exact Phi of the
+whole batch. Phi always comes from the log-prob pass, for every value of `statistics.surprisal`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Opefo(Reweighted):
-    """Settings of OPEFO, which has none of its own. lambda follows from the batch."""
+    """Settings of GRPO. OPEFO adds no settings, because lambda follows from the batch."""
 
     weight_metric: ClassVar[str] = "opefo/weight"
 
@@ -54,7 +55,8 @@ class Opefo(Reweighted):
         return "OPEFO's weights read the entropy sensitivity of the log-prob pass"
 
     def sides(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns c, the tokens that raise the entropy, and those that lower it, [N] each."""
+        """Returns three tensors [N]: the change c, the mask of the tokens that raise the entropy,
+        and the mask of the tokens that lower the entropy."""
         phi = sensitivity_of(batch)
         part = quadrants(batch, phi)
         raising = part["rare_plus"] | part["common_minus"]
@@ -71,7 +73,7 @@ class Opefo(Reweighted):
         }
 
     def imbalance(self, statistics: Statistics) -> Tensor:
-        """Returns lambda in [-1, 1], 0-dim, or 0 if no token changes the entropy."""
+        """Returns lambda, 0-dim, between -1 and 1. If no token changes the entropy, lambda is 0."""
         raised = scalar(statistics, "opefo/raised").to(torch.float64)
         lowered = scalar(statistics, "opefo/lowered").to(torch.float64)
         whole = raised + lowered

@@ -1,7 +1,7 @@
 """Parts that all policy-gradient methods share. Filters run before the statistics are computed.
 Add-ons change the rewards or add terms to the policy loss.
 
-A subclass defines `policy_loss`, and may define `filters`, `asks` and `control`. The add-ons of
+A subclass must define `policy_loss`, and can define `filters`, `asks` and `control`. The add-ons of
 this file (truncation, length penalties, importance correction, KL to a reference, entropy bonus)
 work with every subclass.
 """
@@ -85,11 +85,11 @@ class PolicyGradient(Method):
     truncated: the treatment of responses that are cut off at the length limit (see shaping.py).
     equal_groups: the treatment of groups whose rewards are all equal. 'keep' counts the tokens of
         these groups. 'mask' removes these tokens from the loss, from N and from entropies, like
-        code that drops such groups and does not refill the batch (Skywork-OR1).
+        code that drops these groups and does not refill the batch (Skywork-OR1).
     overlong: DAPO's soft overlong punishment, or null.
-    length_penalty: GROP, or null.
-    correction: importance correction between rollout and training policy, or null.
-    reference_kl: KL to a reference policy as a loss term, or null.
+    length_penalty: Group Relative Overlong Punishment (GROP), or null.
+    correction: the importance correction from the rollout policy to the training policy, or null.
+    reference_kl: the loss term with the KL to a reference policy, or null.
     entropy_bonus: the entropy bonus, with a fixed coefficient or a target entropy, or null.
     """
 
@@ -131,8 +131,9 @@ class PolicyGradient(Method):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Returns the reason why the add-ons need the log-prob pass, or None if no add-on needs it;
-        see Method. A subclass whose own loss needs the log-prob pass overrides this property."""
+        """Returns the reason why an add-on needs the log-prob pass, or None if no add-on needs the
+        pass (see Method). A subclass whose own loss needs the log-prob pass overrides this
+        property."""
         if self.correction is not None:
             return (
                 "the importance correction compares old log-probs with the engine's before the loss"
@@ -177,7 +178,7 @@ class PolicyGradient(Method):
         return self.entropy_bonus.initial_state() if self.entropy_bonus is not None else {}
 
     def filters(self) -> tuple[Filter, ...]:
-        """Returns the filters that remove tokens from the loss, in order."""
+        """Returns the filters that remove tokens from the loss, in the order of their use."""
         return (self.correction,) if self.correction is not None else ()
 
     def narrowed(self, batch: TokenBatch, known: Statistics) -> Narrowed:
@@ -209,11 +210,11 @@ class PolicyGradient(Method):
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
-        """Returns the tokens that have a loss, [N] bool. A token has a policy loss if the filters
-        kept the token and the token's correction weight is above 0.
+        """Returns the mask of the tokens that have a loss, [N] bool. A token has a policy loss if
+        the filters kept the token and the token's correction weight is above 0.
 
-        With a KL term or an entropy bonus, every counted token has a loss, because the KL term and
-        the entropy bonus also act on tokens without policy loss.
+        With a KL term or an entropy bonus, every counted token has a loss, because these terms also
+        act on tokens without policy loss.
         """
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted

@@ -1,9 +1,10 @@
 """Measures how well a method's selection finds the tokens above the critical surprisal (STARE,
 arXiv 2606.19236, appendix B.2).
 
-STARE selects the tokens of highest surprisal in the whole batch. This selection is a proxy for the
-tokens whose surprisal s is above the critical surprisal s* of their position. sensitivity.py
-computes s* from the distribution at the position. The measures of a set of tokens are:
+STARE selects the tokens of highest surprisal in the whole batch. STARE's selection approximates the
+set of tokens whose surprisal s is above the critical surprisal s* of their position. The module
+sensitivity.py computes s* from the distribution at the position. Each set of tokens has these
+measures:
 
     precision   share of L+ with s > s*, of U+ with s <= s*; likewise for L- and U-
     A Phi       sum over the set; negative if L+ is selected correctly, since the tokens of L+
@@ -81,9 +82,9 @@ def proxy_requests(
 def proxy_metrics(
     statistics: Statistics, sets: Sequence[TokenSet], temperature: float
 ) -> dict[str, Tensor]:
-    """Returns 0-dim `forecast/precision_*` and `forecast/a_phi_*` for every set. The precision of
-    an empty set is NaN. Sums of A Phi are in nats per unit step in the logits, so they have a
-    factor 1 / T^2 (see sensitivity.py)."""
+    """Returns the 0-dim metrics `forecast/precision_*` and `forecast/a_phi_*` of every set. The
+    precision of an empty set is NaN. Sums of A Phi are in nats per unit step in the logits, so they
+    have a factor 1 / T^2 (see sensitivity.py)."""
     found = {}
     for each in sets:
         number = scalar(statistics, f"proxy/{each.name}")

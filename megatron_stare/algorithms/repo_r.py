@@ -4,11 +4,12 @@
     L = ln p, or ln p + H with `centred`
 
 With zeta above 0, rare tokens of right answers gain weight, and rare tokens of wrong answers lose
-it. The paper centres L; the public code (a pull request to SkyRL) does not. With `entropy_target`,
-every step moves zeta, before its loss is computed unless the gate is lagged. Below the target, a
-positive zeta doubles and a negative one halves; above the target, the reverse. A zeta that would
-fall below `zeta_min` in size becomes `zeta_min` with the other sign. The controller's rule was read
-in the public code's description, so the order of its cases is inferred.
+weight. The paper centres L, but the public code (a pull request to SkyRL) does not. With
+`entropy_target`, every step changes zeta: before the loss is computed or, if `statistics.gate` is
+`lagged`, afterwards. Below the target, a positive zeta doubles and a negative zeta halves. Above
+the target, a positive zeta halves and a negative zeta doubles. If halving would make |zeta| smaller
+than `zeta_min`, |zeta| becomes `zeta_min` and the sign of zeta changes. The controller's rule comes
+from the description of the public code, so the order of the rule's cases is inferred.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ METRICS = (
 class RepoR(Steered):
     """Settings of REPO-R.
 
-    zeta: the coefficient, or its first value if there is an entropy target.
-    zeta_min, zeta_max: bounds of the size of zeta, if there is an entropy target.
-    entropy_target: the mean entropy that zeta is moved for, nats, or null to keep zeta fixed.
+    zeta: the coefficient. With an entropy target, `zeta` is the initial value of the coefficient.
+    zeta_min, zeta_max: the bounds of |zeta| if there is an entropy target.
+    entropy_target: the target of the mean entropy, nats. If `entropy_target` is null, zeta is
+        fixed.
     centred: true for L = ln p + H, false for L = ln p.
     """
 

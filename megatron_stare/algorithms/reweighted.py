@@ -1,5 +1,5 @@
-"""Bases of the methods that multiply each token's clipped loss by a weight of their own, and of
-those among them whose weights depend on a target entropy.
+"""Base classes of methods that multiply each token's clipped loss by a weight. The weights of the
+class `Steered` depend on a target entropy.
 
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)        w >= 0, detached
 """
@@ -25,8 +25,8 @@ from megatron_stare.records.metric import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class Reweighted(Grpo):
-    """Settings that all of these methods share. A subclass names in `weight_metric` the metric that
-    logs the mean of its weights."""
+    """Settings that all reweighting methods share. In `weight_metric`, a subclass names the metric
+    that logs the subclass's mean weight."""
 
     weight_metric: ClassVar[str]
 
@@ -35,8 +35,8 @@ class Reweighted(Grpo):
 
     @abstractmethod
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """Returns the factor on the loss of every token, [N], at least 0. No gradient flows through
-        the factor."""
+        """Returns a factor for every token's loss, [N]. Factors are at least 0, and no gradient
+        flows through them."""
 
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         base = super().policy_loss(batch, statistics, state)
@@ -47,8 +47,7 @@ class Reweighted(Grpo):
 
 @dataclass(frozen=True, kw_only=True)
 class Steered(Reweighted):
-    """Settings of a method whose state follows the mean entropy of the batch's tokens that carry
-    loss.
+    """Settings of a method whose state follows the mean entropy of all tokens that carry loss.
 
     entropy_target: the target entropy, nats. If `entropy_target` is null, the state does not move.
     """
@@ -75,8 +74,8 @@ class Steered(Reweighted):
         return {"entropy": Mean(batch.entropy, batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Moves the state before the loss of the same step is computed. If the entropy is not
-        finite, the state stays as it was."""
+        """Updates the state from the mean entropy. If the entropy is not finite, the state does not
+        change."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state
@@ -99,8 +98,8 @@ def weight_metric(method: str, healthy: str) -> Metric:
 
 
 def by_sign(advantage: Tensor, positive: Tensor | float, negative: Tensor | float) -> Tensor:
-    """Returns `positive` where the advantage is above 0, `negative` where it is below 0, and 1
-    where it is 0, [N] float64."""
+    """Returns for each token `positive` if the advantage is above 0, `negative` if the advantage is
+    below 0, and 1 if the advantage is 0, [N] float64."""
     one = torch.ones_like(advantage, dtype=torch.float64)
     return torch.where(
         advantage > 0, positive * one, torch.where(advantage < 0, negative * one, one)

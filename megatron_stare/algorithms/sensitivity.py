@@ -8,16 +8,15 @@ at which H falls if the advantage is 1.
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
-A step therefore lowers the entropy at common tokens (s < s*) of positive advantage, U+, and at rare
-tokens of negative advantage, L-. A step raises the entropy at common tokens of negative advantage,
-U-, and at rare tokens of positive advantage, L+. The critical surprisal s* depends on the whole
-distribution at a position. All functions are elementwise over [N] positions, without host
-synchronisation.
+A step therefore lowers the entropy at U+, the common tokens (s < s*) of positive advantage, and at
+L-, the rare tokens (s > s*) of negative advantage. A step raises the entropy at U-, the common
+tokens of negative advantage, and at L+, the rare tokens of positive advantage. The critical
+surprisal s* depends on the whole distribution at a position. All functions work elementwise on [N]
+positions, without host synchronisation.
 
-At a sampling temperature T, p, H, S2, Phi and s* are the values of the sampling distribution
-softmax(z / T) of the logits z. The gradient of ln p with respect to z has a factor 1 / T. The
-gradient of H with respect to z has a factor 1 / T too. The change of H per unit step in z therefore
-has a factor 1 / T^2.
+If the sampling temperature is T, the values p, H, S2, Phi and s* describe the sampling distribution
+softmax(z / T), where z are the logits. The gradients of ln p and of H with respect to z each have a
+factor 1 / T. The change of H per unit step in z therefore has a factor 1 / T^2.
 """
 
 from __future__ import annotations
@@ -108,20 +107,20 @@ def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tens
 
 
 def sensitivity(log_prob: Tensor, entropy: Tensor, s2: Tensor) -> Tensor:
-    """Returns Phi of the sampled tokens, [N]. Phi is the rate at which the entropy falls per unit
-    of advantage and step."""
+    """Returns Phi of the sampled tokens, [N]. For advantage 1, Phi is the rate at which the entropy
+    falls per unit step."""
     return log_prob.exp() * (log_prob + entropy) - s2
 
 
 def critical_surprisal(entropy: Tensor, s2: Tensor) -> Tensor:
-    """Returns the critical surprisal s*, [N] float64. s* is at most the entropy H. s* equals H if
-    the distribution is uniform on its support."""
+    """Returns the critical surprisal s*, [N] float64. The critical surprisal is at most the entropy
+    H, and equals H if the distribution is uniform on its support."""
     entropy = entropy.to(torch.float64)
     return entropy - lambert_w0(s2.to(torch.float64) * entropy.exp())
 
 
 def lambert_w0(x: Tensor) -> Tensor:
-    """Returns the w >= -1 with w e^w = x, in float64, by Halley's iteration. Returns NaN for x <
+    """Solves w e^w = x for w >= -1 in float64, by Halley's iteration. The result is NaN for x <
     -1/e."""
     x = x.to(torch.float64)
     # series about the branch point -1/e
@@ -139,8 +138,8 @@ def lambert_w0(x: Tensor) -> Tensor:
 
 
 def is_rare(phi: Tensor) -> Tensor:
-    """Tells which tokens are rare, [N] bool. A token is rare if its surprisal is above s*, that is,
-    if Phi < 0."""
+    """Returns the mask of the rare tokens, [N] bool. A token is rare if its surprisal is above s*,
+    that is, if Phi < 0."""
     return phi < -_NEUTRAL
 
 
@@ -200,7 +199,7 @@ class EntropyForecast:
     change: the rate at which the mean entropy changes under the method's own loss.
     plain_change: the rate at which the mean entropy changes under the plain advantages.
         `plain_change` is the sum of `masses`.
-    masses: the part of `plain_change` that the tokens of each quadrant cause.
+    masses: the part of `plain_change` that comes from the tokens of each quadrant.
     shares: the share of all tokens that lie in each quadrant.
     rare_share: the share of all tokens whose surprisal is above the critical surprisal s*.
     critical_surprisal: the mean of the critical surprisal s*, nats.
@@ -251,7 +250,7 @@ class EntropyForecast:
 
 
 def neutral_weight(decrease: Tensor, increase: Tensor) -> Tensor:
-    """Returns W* = 1 + Lambda / Gamma. Returns NaN if no token of L+ could raise the entropy.
+    """Returns W* = 1 + Lambda / Gamma, or NaN if the tokens of L+ do not raise the entropy.
 
     Args:
         decrease: Lambda, the sum of A Phi over the batch.

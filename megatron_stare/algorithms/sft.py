@@ -3,7 +3,7 @@ wrote.
 
     J = -(1 / N) sum_t log p(y_t | y_<t), over the N loss tokens of the optimizer step's batch
 
-`transformers` computes the same loss from labels that are -100 outside the loss mask.
+`transformers` computes the same loss if the labels outside the loss mask are -100.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Computes length penalties on rewards, and finds the groups whose rewards differ. Defines the
-treatments of truncated responses. The functions run on whole batches, on the host.
+"""Computes length penalties on rewards, and finds the prompt groups with different rewards. Also
+names the treatments of truncated responses. The functions run on whole batches, on the host.
 
 In shapes, B is the number of responses, and G is the number of prompt groups.
 """
@@ -26,7 +26,7 @@ class Overlong:
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
     max_length: the length of the longest response that the run allows, tokens.
-    cache: the number of tokens before max_length over which the penalty grows from 0 to `factor`.
+    cache: over the last `cache` tokens before max_length, the penalty grows from 0 to `factor`.
     factor: the size of the penalty at max_length.
     """
 
@@ -41,7 +41,8 @@ class Overlong:
             raise ValueError("overlong: needs 0 < cache <= max_length and factor above 0")
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """Returns penalties from response lengths [B]. Every penalty is at most 0, [B] float64."""
+        """Computes the penalty of each response, [B] float64, from the response lengths [B]. Every
+        penalty is at most 0."""
         over = lengths.to(torch.float64) - (self.max_length - self.cache)
         return (-over / self.cache * self.factor).clamp_max(0)
 
@@ -55,8 +56,8 @@ class LengthPenalty:
     mean) for a set of response lengths. In an easy group, L is taken over the lengths of the
     correct responses. In a medium group, L is taken over the lengths of all responses. The penalty
     of a correct response of length n is 0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for
-    larger n. Hard groups get no penalty. A medium group in which at most half of the responses are
-    correct gets no penalty either; the paper leaves this case open.
+    larger n. Hard groups get no penalty. A medium group gets no penalty if at most half of its
+    responses are correct; the paper leaves this case open.
 
     easy_from: the paper's gamma_1. The paper gives no number for gamma_1.
     correct_from: the lowest reward that counts as correct.
@@ -72,7 +73,7 @@ class LengthPenalty:
             raise ValueError("length_penalty: easy_from must lie in (0, 1]")
 
     def regimes(self, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """Returns the difficulty of each group, [G] int64. 0 is hard, 1 is medium, and 2 is
+        """Returns the difficulty of each group, [G] int64: 0 for hard, 1 for medium, and 2 for
         easy."""
         size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
         share = right / size.clamp_min(1)
@@ -109,9 +110,9 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """Returns a typical length of each group, [G], which is max((shortest + longest) / 2, mean) of
-    the group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group without
-    a selected length."""
+    """Returns the typical length of each group, [G], which is max((shortest + longest) / 2, mean)
+    over the group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group
+    without a selected length."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
@@ -123,8 +124,8 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Tells for each group whether its counted responses have different values, [G] bool. The mask
-    `counted` [B] selects the counted responses. DAPO's dynamic sampling keeps only the groups for
-    which the result is True."""
+    """Returns the mask of the groups whose counted responses have different values, [G] bool. The
+    mask `counted` [B] selects the counted responses. DAPO's dynamic sampling keeps only groups
+    whose counted responses have different values."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

@@ -5,8 +5,8 @@ answer contains by accident.
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The candidates are the tokens with p < tau_p in correct responses. In v4 of the paper, tau_h is the
-q-quantile of the entropies of all candidates of the batch. In v1 of the paper, tau_h is the
-q-quantile of the entropies of all tokens. Comparisons are strict. If there are no candidates, no
+q-quantile of the entropy over all candidates in the batch. In v1 of the paper, tau_h is the
+q-quantile of the entropy over all tokens. Comparisons are strict. If there are no candidates, no
 token is silenced. No official code is known.
 """
 
@@ -44,7 +44,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class SpuriousTokens:
-    """Filter that applies STAPO's mask, with the settings of Stapo."""
+    """Filter that applies STAPO's mask. The class `Stapo` documents the settings."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -63,7 +63,7 @@ class SpuriousTokens:
         return self.denominator == "kept"
 
     def candidates(self, prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-        """Returns the improbable tokens of responses with positive advantage, [N] bool."""
+        """Returns the mask of the improbable tokens with positive advantage, [N] bool."""
         return mask & (advantage > 0) & (prob < self.tau_p)
 
     def threshold(self, entropy: Tensor, candidates: Tensor, mask: Tensor) -> Quantile:
@@ -73,8 +73,8 @@ class SpuriousTokens:
         )
 
     def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
-        """Returns the tokens that are not silenced, [N] bool. If tau_h is NaN, because there are no
-        candidates, no token is silenced."""
+        """Returns the mask of the tokens that are not silenced, [N] bool. Without candidates, tau_h
+        is NaN, and no token is silenced."""
         # Compares float32 values, as the quantile was taken over float32; else the token at the
         # quantile could fall below it
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
@@ -99,9 +99,9 @@ class Stapo(Grpo):
     tau_p: the probability below which a token may be spurious.
     version: the version of the paper. 'v4' takes the entropy quantile over the candidates. 'v1'
         takes the entropy quantile over all tokens.
-    quantile: q, which is 0.75 in v4 of the paper. v1 of the paper gives two values, 0.8 and 0.2.
-    interpolation: the way in which the quantile interpolates between two entropies. The paper does
-        not specify the interpolation.
+    quantile: q. Version 4 of the paper uses 0.75. Version 1 gives two values, 0.8 and 0.2.
+    interpolation: the interpolation of the quantile between two entropies. The paper does not
+        specify the interpolation.
     denominator: 'kept' divides the loss by the number of kept tokens, as in the paper. 'all'
         divides the loss by the number of all tokens.
     """

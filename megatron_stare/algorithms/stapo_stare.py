@@ -4,8 +4,8 @@ STAPO and STARE treat improbable tokens of correct answers differently. STAPO si
 improbable tokens of low entropy, and STARE amplifies all improbable tokens. Here the mask comes
 first. A token that STAPO's mask removes has no loss, does not count in N, and is not one of STARE's
 candidates. Among the improbable tokens of correct answers, STARE therefore amplifies only tokens of
-high entropy. STARE's gate still uses the mean entropy of all response tokens. No paper proposes or
-tests the combination of STAPO and STARE.
+high entropy. By default, STARE's gate still uses the mean entropy of all response tokens. No paper
+proposes or tests the combination of STAPO and STARE.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_stare.records.batch_statistics import Statistics, scalar
 
 @dataclass(frozen=True, kw_only=True)
 class StapoStare(Stare):
-    """Settings of STARE, and in `spurious` STAPO's settings tau_p, version, quantile, interpolation
-    and denominator."""
+    """Settings of STARE. The additional setting `spurious` holds STAPO's settings tau_p, version,
+    quantile, interpolation and denominator."""
 
     spurious: SpuriousTokens = field(default_factory=SpuriousTokens)
 

@@ -1,20 +1,20 @@
 """STARE (arXiv 2606.19236) reweights advantages by surprisal while its target-entropy gate is open.
 
-While the batch's mean entropy is below its target, STARE multiplies the advantages of the tokens
-that move entropy most. L+ is the share P of highest surprisal among the tokens with positive
-advantage. L- is the share P of highest surprisal among the tokens with negative advantage. A
-variant of STARE reweights L+, L- or both.
+While the mean entropy of the batch is below the target, STARE multiplies the advantages of the
+tokens that change the entropy most. Among the tokens with positive advantage, L+ is the share P of
+highest surprisal. Among the tokens with negative advantage, L- is the share P of highest surprisal.
+A variant of STARE reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The paper and this file take the quantile over the whole batch. The released code takes the quantile
-per micro-batch and rank. With `adaptive`, W and M change before the loss of the same step is
-computed, even while the gate is closed, as in the paper and in the released code. token_sets.py has
-the other operators of the paper's ablation, which also act on common tokens. In the ablation, a
-gate per sample reads the mean entropy of the response, and a gate per token reads the entropy at
-the token.
+per micro-batch and rank. With `adaptive`, every step changes W and M, even while the gate is
+closed. As in the paper and in the released code, W and M change before the loss of the same step is
+computed. The module token_sets.py has the other operators of the paper's ablation, which also act
+on common tokens. In the ablation, a gate per sample reads the mean entropy of the response, and a
+gate per token reads the entropy at the token.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class Stare(Grpo):
     variant: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
         and 'C2' does both. In the ablation, 'O2' attenuates U+ and 'O3' amplifies U-. 'C1' combines
         O1 and O3, 'C3' combines O2 and O3, and 'C4' combines O2 and O4.
-    share: P, the share that L+ or L- selects among all tokens whose advantages have the set's sign.
+    share: P. L+ selects this share of the tokens with positive advantage, and L- selects this share
+        of the tokens with negative advantage.
     rare_below: a fixed probability bound, which replaces P. A token with a probability below the
         bound is rare. If `rare_below` is null, `share` decides which tokens are rare.
     common: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom' takes
@@ -135,9 +136,8 @@ class Stare(Grpo):
         mean entropy of the token's response, and 'token' the entropy at the token.
     gate_entropy: the tokens that the gate's mean entropy covers. 'response' covers all response
         tokens. 'kept' covers the tokens that the filters left in the loss.
-    adaptive: true changes W and M by `adapt_rate` in every step, so that the mean entropy of the
-        batch approaches the target. W stays within [1, amplify_max] and M within [attenuate_min,
-        1].
+    adaptive: true changes W and M by `adapt_rate` in every step, to bring the mean entropy of the
+        batch closer to the target. W stays within [1, amplify_max] and M within [attenuate_min, 1].
     """
 
     clip_high: float = 0.28
@@ -213,8 +213,8 @@ class Stare(Grpo):
         return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Opens or closes the gate of the batch. With `adaptive`, also changes W and M. The loss of
-        the same step uses the new gate and the new W and M."""
+        """Opens or closes the gate of the batch. With `adaptive`, also changes W and M. Unless
+        `statistics.gate` is `lagged`, the loss of the same step uses the new gate, W and M."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state
@@ -231,8 +231,8 @@ class Stare(Grpo):
         }
 
     def gates(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """Returns 1 if the gate is open, else 0, float64. The tensor is 0-dim if one gate serves
-        the whole batch, and [N] if samples or tokens have their own gates."""
+        """Returns 1 for an open gate and 0 for a closed gate, float64. The tensor is 0-dim if one
+        gate serves the whole batch, and [N] if samples or tokens have their own gates."""
         if self.gate == "batch" or self.entropy_target is None:
             return state["gate"]
         if self.gate == "token":
@@ -254,8 +254,8 @@ class Stare(Grpo):
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the sets of the variant, even while the gate is closed and the weights of the
-        sets are 1."""
+        """Returns for each token the code of its set, even while the gate is closed and all weights
+        are 1."""
         found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
         for each in self.selects:
             found = torch.where(self.selection.members(each, kept, statistics), each.code, found)

@@ -1,16 +1,16 @@
-"""STEER (arXiv 2510.10150) attenuates the tokens that would change the entropy most, in either
-direction.
+"""STEER (arXiv 2510.10150) attenuates the tokens that would raise or lower the entropy most.
 
     O = rho A (1 - p) (ln p + H)
     linear:      w = w_max - (w_max - w_min) (|O| - min |O|) / (max |O| - min |O|)
     exponential: w = exp(-k |O|) >= w_min        k = -ln w_min / max(max |O|, floor)
 
-O is not the exact change Phi: O leaves out the rest of the vocabulary. With `statistics.surprisal:
-current`, rho is the ratio of the loss and p that of the policy that is updated, as in the authors'
-code. By default p is that of the log-prob pass, and rho is 1. Minimum and maximum are over the
-whole batch; the authors' code takes them per micro-batch. One outlier sets the scale for all
-tokens. The authors' function defaults to the linear map, and their main script sets the exponential
-map with w_min of 0.8. If all |O| are equal, the linear map gives (w_min + w_max) / 2.
+O only approximates the exact change Phi, because O leaves out the rest of the vocabulary. With
+`statistics.surprisal: current`, p and rho come from the policy that is being updated, as in the
+authors' code. By default, p comes from the log-prob pass, and rho is 1. This file takes the minimum
+and maximum over the whole batch, but the authors' code takes both per micro-batch. A single outlier
+sets the scale for all tokens. In the authors' code, the function defaults to the linear map, but
+the main script sets the exponential map with w_min = 0.8. If all |O| are equal, the linear map
+gives (w_min + w_max) / 2.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _LIMIT = 20.0  # of a log ratio
 class Steer(Reweighted):
     """Settings of STEER.
 
-    map: 'linear' or 'exponential', the function from |O| to the weight.
+    map: the function from |O| to the weight, 'linear' or 'exponential'.
     weight_min, weight_max: bounds of the weight. The exponential map does not read `weight_max`.
-    floor: with the exponential map, the least scale of |O|.
+    floor: the smallest scale of |O| in the exponential map.
     """
 
     weight_metric: ClassVar[str] = "steer/weight"

@@ -31,8 +31,8 @@ def clipped_surrogate(
     high: float,
     dual: float | None,
 ) -> Surrogate:
-    """Returns the loss of J = min(r A, clip(r, 1 - low, 1 + high) A) with r = p / p_old. Where A <
-    0, the dual clip keeps J at dual * A or above.
+    """Returns the loss -J with J = min(r A, clip(r, 1 - low, 1 + high) A) and r = p / p_old. If A <
+    0, the dual clip keeps J at or above dual * A.
 
     Sources: PPO, arXiv 1707.06347; separate bounds, DAPO, arXiv 2503.14476; dual clip, arXiv
     1912.09729.
@@ -73,7 +73,7 @@ def clip(
 def weighted_likelihood(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, low: float, high: float
 ) -> Surrogate:
-    """Returns the loss of CISPO (arXiv 2506.13585), J = sg[clip(r, 1 - low, 1 + high)] A ln p.
+    """Returns CISPO's loss -J (arXiv 2506.13585) with J = sg[clip(r, 1 - low, 1 + high)] A ln p.
     Every token keeps its gradient. `clipped` marks the tokens whose weight was clipped. The value
     low = 1 sets no lower bound."""
     weight = bounded_ratio(log_prob, old_log_prob, low=low, high=high)

@@ -6,12 +6,12 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order every operator raises the entropy (sensitivity.py). Among the tokens of the whole
-batch whose advantages have one sign, the rare tokens are the share P of highest surprisal. If a
-fixed probability bound is set, rare tokens are instead the tokens with p below the bound. The paper
-does not define the common tokens. In this file, the common tokens are all tokens that are not rare
-('complement'), or the share P of lowest surprisal ('bottom'). docs/algorithms/stare.md gives the
-reasons for both definitions.
+To first order every operator raises the entropy (sensitivity.py). For each sign of the advantage,
+the rare tokens are the share P of highest surprisal in the whole batch. If a fixed probability
+bound is set, rare tokens are instead the tokens with p below the bound. The paper does not define
+the common tokens. In this file, the common tokens are all tokens that are not rare ('complement'),
+or the share P of lowest surprisal ('bottom'). The page docs/algorithms/stare.md gives the reasons
+for both definitions.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class TokenSet:
     """One of the token sets L+, L-, U+ and U-.
 
     name: the name of the set in statistics and metrics.
-    sign: the sign of the advantages of the set's tokens.
-    rare: True if the set has the rare tokens of the sign, False if the set has the common tokens.
-    weight: the name of the state value that multiplies the advantages of the set's tokens while the
-        gate is open.
+    sign: the sign of the advantage of every token in the set.
+    rare: True if the set has the rare tokens of this sign, False if the set has the common tokens
+        of this sign.
+    weight: the name of the state value that multiplies the set's advantages while the gate is open.
     code: the number of the set in `Method.selected`.
     """
 
@@ -86,8 +86,8 @@ class Selection:
     rare_below: float | None
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
-        """Returns the statistic that separates the set from all other tokens whose advantages have
-        the set's sign."""
+        """Returns the request for the set's threshold or, with `rare_below`, for the number of
+        tokens in the set."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
         # of equal surprisals, the first in canonical order are selected, at either end
@@ -95,7 +95,7 @@ class Selection:
         return TopK(key, batch.index, _candidates(of, batch), self.share)
 
     def members(self, of: TokenSet, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the tokens of the set, [N] bool."""
+        """Returns the mask of the set's tokens, [N] bool."""
         candidates = _candidates(of, batch)
         if self.rare_below is not None:
             rare = (-batch.surprisal).exp() < self.rare_below
@@ -114,10 +114,10 @@ class Selection:
         return found.k if of.rare or self.common == "bottom" else found.n - found.k
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
-        """Returns the surprisal, in nats, that separates the set from all other tokens whose
-        advantages have the set's sign. If `share` selects the rare tokens, the bound is the
-        surprisal of the least surprising rare token. If `common` is 'bottom', the common tokens
-        of the set have the lowest surprisals, and the bound is the highest of these."""
+        """Returns the bound of the set, a surprisal in nats. The bound separates the set from the
+        other tokens of the same advantage sign. If `share` selects the rare tokens, the bound is
+        the surprisal of the least surprising rare token. If `common` is 'bottom', a set of common
+        tokens has the lowest surprisals, and its bound is the highest of these surprisals."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

@@ -7,10 +7,10 @@ tokens of highest entropy.
 
 The official code selects the k tokens of largest entropy per micro-batch. This file selects the k
 tokens of largest entropy over the whole batch. TRL and the setting `denominator: all` divide the
-loss by the number of all tokens instead of the number of kept tokens. The loss is then about five
-times smaller. In the formula, N is the number of tokens with a nonzero advantage. Read literally,
-the paper counts in N all response tokens, including tokens with advantage 0. The setting
-`candidates: all` follows the literal reading.
+loss by the number of all tokens instead of the number of kept tokens, so the loss is about five
+times smaller. In the formula, N is the number of tokens with a nonzero advantage. According to the
+paper's text, N counts all response tokens, including tokens with advantage 0. The setting
+`candidates: all` follows the paper's text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HighEntropyTokens:
-    """Filter that applies 20-Entropy's mask, with the settings of TwentyEntropy."""
+    """Filter that applies 20-Entropy's mask. The class `TwentyEntropy` documents the settings."""
 
     share: float
     rule: Literal["top_k", "quantile"]
@@ -89,8 +89,8 @@ class HighEntropyTokens:
 
 
 def fork_count(n: Tensor, share: float) -> Tensor:
-    """Returns how many of n candidates are kept, max(1, int(n share + 0.9999)), 0-dim. The official
-    code uses the same rounding."""
+    """Returns the number of kept tokens among n candidates, max(1, int(n share + 0.9999)), 0-dim.
+    The official code uses the same rounding."""
     return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
 
 

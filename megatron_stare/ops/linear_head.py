@@ -1,5 +1,6 @@
 """Computes log-probs and entropies from hidden states, with the output layer in one of three modes.
-ops/vocab_parallel.py computes log-probs and entropies from the output layer's logits.
+If the logits of the output layer are already known, ops/vocab_parallel.py computes log-probs and
+entropies.
 
     materialised         computes all logits at once. Backward overwrites the logits with their
                          gradient.
@@ -10,11 +11,11 @@ ops/vocab_parallel.py computes log-probs and entropies from the output layer's l
                          again.
 
 'materialised' holds all [n, V] logits in memory. The two chunked modes hold the logits of one
-chunk. 'materialised' and 'gradient_in_forward' need 3 matrix products, and 'recompute' needs 4.
-Each matrix product takes n * H * V multiplications. The chunked modes sum the gradient of the
-output layer's weight over chunks in float32. The gradient with respect to the hidden states covers
-only this rank's vocabulary columns. megatron/model/head.py sums this gradient over the ranks of the
-tensor-parallel group.
+chunk. The modes 'materialised' and 'gradient_in_forward' need 3 matrix products, and the mode
+'recompute' needs 4. Each matrix product takes n * H * V multiplications. In the chunked modes, the
+gradient of the output layer's weight is summed over the chunks in float32. The gradient with
+respect to the hidden states covers only this rank's vocabulary columns. The module
+megatron/model/head.py sums this gradient over the ranks of the tensor-parallel group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -131,8 +132,8 @@ class LinearHead:
         return loss_of(log_prob, entropy)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the row slice and the logits of every chunk. The logits of a chunk overwrite the
-        logits of the chunk before. Without rows, yields one empty chunk."""
+        """Yields the row slice and the logits of every chunk. Each chunk's logits overwrite the
+        logits of the previous chunk. If there are no rows, yields one empty chunk."""
         n = hidden.shape[0]
         if self.mode == "materialised":
             yield slice(0, n), torch.nn.functional.linear(hidden, weight)
@@ -213,8 +214,8 @@ class LinearHead:
         of_hidden: Tensor,
         of_weight: Tensor,
     ) -> None:
-        """Writes the gradient of a chunk's hidden states into `of_hidden`, and adds the weight's
-        gradient to `of_weight`. Overwrites the logits."""
+        """Writes the gradient with respect to a chunk's hidden states into `of_hidden`, and adds
+        the gradient with respect to the weight to `of_weight`. Overwrites the logits."""
         of_entropy = grad_entropy if self.problem.entropy_gradient else None
         write_gradient(logits, seen, self.problem, grad_log_prob, of_entropy, out=logits)
         torch.mm(logits, weight, out=of_hidden)
@@ -222,9 +223,9 @@ class LinearHead:
 
 
 class _Attached(torch.autograd.Function):
-    """A loss whose gradients were already computed in forward. If `of_weight` is None, forward has
-    added the weight's gradient to a buffer. Backward then returns None, or a stand-in for the
-    weight's gradient; see LinearHead.loss."""
+    """Loss whose gradients were already computed in forward. If `of_weight` is None, forward has
+    added the weight's gradient to a buffer. Backward then returns None or uninitialised memory as
+    the weight's gradient (see LinearHead.loss)."""
 
     @staticmethod
     def forward(
@@ -319,8 +320,8 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if a token's slope changed when the log-probs and entropies of later
-    tokens became known. On a GPU, the error is raised at the next synchronisation."""
+    """Raises RuntimeError if a token's slope changed after the log-probs and entropies of later
+    chunks were computed. On a GPU, the error is raised at the next synchronisation."""
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
         message = (

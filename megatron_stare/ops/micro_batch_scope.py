@@ -2,11 +2,10 @@
 thresholds in this way. The statistics of this module serve only for comparisons with published
 code.
 
-Thresholds and quantiles are computed from one micro-batch alone. The counts and means behind a
-threshold, quantile or weight also come from this micro-batch alone, and so do sums over all tokens
-and maxima. Two kinds of statistics still cover the whole batch: the number of tokens by which the
-loss is divided, and sums over a response or a prompt group. A prompt group may be spread over
-several micro-batches, so a sum within one micro-batch would miss a part of the group.
+Thresholds, quantiles, counts, means, maxima and sums over tokens are computed from one micro-batch
+alone. Two kinds of statistics still cover the whole batch: the number of tokens by which the loss
+is divided, and sums over a response or a prompt group. A prompt group may be spread over several
+micro-batches, so a sum within one micro-batch would miss a part of the group.
 """
 
 from __future__ import annotations
@@ -79,14 +78,14 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """Returns a copy of `whole` for the log. In the copy, the results of the micro-batches'
-    selections and quantiles replace the results for the whole batch.
+    """Returns a copy of `whole` for the log. In the copy, selections and quantiles of the whole
+    batch are replaced by a summary over the micro-batches.
 
     The numbers of selected tokens are summed over the micro-batches. Thresholds are averaged over
-    the micro-batches that have a threshold. An averaged threshold is only logged. No tokens are
-    selected by an averaged threshold, so its field `key` is 0. `group` and `micro_batch_group` mean
-    the same as in `gather_by_micro_batch`. If ranks share micro-batches, only the first of these
-    ranks contributes.
+    the micro-batches that have a threshold. An averaged threshold is only logged and never selects
+    tokens, so its field `key` is 0. `group` and `micro_batch_group` mean the same as in
+    `gather_by_micro_batch`. If ranks share micro-batches, only the first of these ranks
+    contributes.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

@@ -1,5 +1,5 @@
-"""Cuts a rollout batch into micro-batches of a bounded number of tokens, balanced over
-data-parallel ranks.
+"""Splits a rollout batch into micro-batches with a bounded number of tokens, and balances the work
+over the data-parallel ranks.
 
 The plan is made once per rollout batch. The plan depends only on the samples' lengths and, with
 mini-batches, on the samples' prompt groups. The log-prob pass and the training pass use the same
@@ -27,8 +27,8 @@ class PlanRules:
         pipelines, `multiple` is the number of stages.
     each: every sequence is padded to a multiple of `each` tokens. For context parallelism, `each`
         is twice the number of context-parallel ranks.
-    cost: function from a sequence's number of tokens to the sequence's work (ModelFamily.cost). By
-        default the work is the number of tokens.
+    cost: function that returns the work for a sequence with a given number of tokens
+        (ModelFamily.cost). By default, the work is the number of tokens.
     mini_batch_prompts: number of prompt groups in the mini-batch of an optimizer step; None: all
         prompt groups of the rollout batch.
     """
@@ -46,9 +46,9 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
     """Returns the plan of one batch. Equal arguments give equal plans.
 
     Samples are assigned longest first. Each sample goes to the rank with the least work so far.
-    Each rank then fills micro-batches. Ranks then get additional empty micro-batches until all
-    ranks have equally many, a multiple of rules.multiple. The loss of an empty micro-batch has
-    coefficient 0.
+    Each rank then fills micro-batches. Empty micro-batches are then added until all ranks have the
+    same number of micro-batches, which is a multiple of rules.multiple. The loss of an empty
+    micro-batch has coefficient 0.
 
     Args:
         lengths: number of tokens of every sample, including the prompt.
@@ -123,8 +123,8 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Fills packed micro-batches. Samples come longest first, and each sample goes into the first
-    micro-batch with enough room. The result has at most 11/9 of the smallest possible number of
-    micro-batches, plus 6/9."""
+    micro-batch with enough room. The number of micro-batches is at most 11/9 of the smallest
+    possible number, plus 6/9."""
     micro_batches: list[list[int]] = []
     # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}

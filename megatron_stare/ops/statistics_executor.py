@@ -4,9 +4,10 @@ share the batch.
 Methods (algorithms/) name requests, and this executor answers the requests identically in every
 layout. A method therefore needs no distributed code of its own.
 
-Thresholds are exact. Six all-reduced histograms of eleven bits each find the k-th largest 64-bit
-key over all ranks. No keys are gathered or compacted, and the host reads no values. All keys
-differ, so there are no ties, and the same tokens are selected in every layout.
+Thresholds are exact. Six rounds find the k-th largest 64-bit key over all ranks. Each round
+all-reduces a histogram over at most eleven bits of the keys. No keys are gathered or compacted, and
+the host reads no values. All keys differ, so there are no ties, and the same tokens are selected in
+every layout.
 
 Shape legend: S selections that are answered together, N positions that this rank holds.
 """
@@ -47,7 +48,7 @@ def gather_statistics(
     ask: Callable[[Statistics], Mapping[str, Request]], group: ProcessGroup | None
 ) -> Statistics:
     """Calls `ask(known)` and answers the returned requests, until `ask` returns no new request.
-    `known` contains the earlier answers, so a request may depend on these answers. Returns all
+    `known` contains the earlier answers, so a request can depend on these answers. Returns all
     answers.
 
     Args:
@@ -160,8 +161,8 @@ def _select(
     counts: Mapping[str, Tensor],
     group: ProcessGroup | None,
 ) -> Statistics:
-    """Answers TopK and Quantile requests in one call of `kth_largest`. A TopK needs one order
-    statistic, and a Quantile needs one or two."""
+    """Answers TopK and Quantile requests in one call of `kth_largest`. A TopK request needs one
+    order statistic, and a Quantile request needs one or two."""
     keys, masks, k = [], [], []
     for name, request in requests.items():
         n = counts[name]
@@ -209,8 +210,7 @@ def _place(request: Quantile, n: Tensor) -> Tensor:
 
 
 def _places(request: Quantile, n: Tensor) -> list[Tensor]:
-    """Returns the integer positions, in the sorted values, of the one or two values from which the
-    quantile is computed."""
+    """Returns the integer positions of the one or two sorted values that determine the quantile."""
     place = _place(request, n)
     match request.interpolation:
         case "linear":

@@ -2,8 +2,8 @@
 buffer has the size of the logits.
 
 Half a dozen elementwise operations run on each block. Only the first operation reads the block from
-memory; the other operations find the block in cache. On a whole tensor, every operation would read
-the tensor from memory. The block size depends on the shape alone, so two passes over the same
+memory; the other operations find the block in cache. Without blocks, every operation would read the
+whole tensor from memory. The block size depends on the shape alone, so two passes over the same
 logits give the same bits.
 """
 

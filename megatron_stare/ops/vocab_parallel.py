@@ -15,9 +15,9 @@ the same collective also provide q and u:
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
 
-A body is an implementation of the operations on the [N, V] logits. Each body has its own file.
-vocab_reference.py uses plain PyTorch. vocab_chunked.py uses PyTorch over blocks that stay in cache.
-vocab_triton.py uses kernels that read every logit once.
+A body is an implementation of the operations on the [N, V] logits. Each body has its own file:
+plain PyTorch in vocab_reference.py, PyTorch over blocks that stay in cache in vocab_chunked.py, and
+kernels that read every logit once in vocab_triton.py.
 
 Shape legend: N tokens, V vocabulary columns of this rank, R ranks.
 """
@@ -88,8 +88,8 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of log_prob_and_entropy that define the computation. log_prob_and_entropy describes
-    each argument."""
+    """Arguments of log_prob_and_entropy that define the computation. The docstring of
+    log_prob_and_entropy describes each argument."""
 
     vocab_size: int
     temperature: float = 1.0
@@ -111,8 +111,8 @@ class Rows:
 
     local: int64 column of the target token on this rank; -1: another rank holds the target's
         column.
-    m: row maximum over all ranks, as in the formulas. m has the dtype of the sums, which represents
-        m exactly.
+    m: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, which
+        represents m exactly.
     s, entropy: the values s and H of the formulas, over all ranks, in float64.
     """
 
@@ -239,7 +239,8 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     maximum is not finite.
 
     The merge and all computations after the merge use float64. In float32, the rounding error of
-    the sums would be twice as large. float64 is cheap, because a merged tensor has only N elements.
+    the sums would be twice as large. The cost of float64 is small, because a merged tensor has only
+    N elements.
     """
     group = problem.group
     if group is None or group.size() == 1:
@@ -262,7 +263,7 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Returns the sum [N] of d w over the columns of all ranks, with d = (z - m) / temperature and
     w = exp(d) or exp(d)^2. In this sum, m is the maximum over all ranks. The arguments are [R, N],
-    with one row per rank. s_r is the sum of w over a rank's columns, and t_r is the sum of d w over
-    the same columns. In s_r and t_r, m is the rank's own maximum. `shift` is (m_r - m) /
-    temperature, and `scale` is exp(shift) or exp(shift)^2."""
+    with one row per rank. The argument s_r is the sum of w over a rank's columns, and t_r is the
+    sum of d w over the same columns. In s_r and t_r, m is the rank's own maximum. `shift` is (m_r -
+    m) / temperature, and `scale` is exp(shift) or exp(shift)^2."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

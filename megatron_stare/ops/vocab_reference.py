@@ -1,5 +1,5 @@
-"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors. Of all
-implementations, this implementation is the easiest to read.
+"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors. Among all
+implementations, this module is the easiest to read.
 
 The other implementations are tested against this module. Every implementation has the functions
 `sums` and `gradient`.
@@ -71,5 +71,5 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _product(d: Tensor, e: Tensor) -> Tensor:
-    """Returns the elementwise product of d and e. Elements with d = -inf give 0."""
+    """Returns the elementwise product of d and e. The product is 0 for elements with d = -inf."""
     return torch.where(e > 0, d * e, 0.0 * e)  # keeps a nan in e

@@ -5,8 +5,8 @@ Between reading and writing, all values are float32 in registers.
 Forward keeps a row's running maximum m. If a block of columns raises m, forward rescales the sums
 with h = (m_old - m_new) / temperature: s becomes exp(h) s, t becomes exp(h) (t + h s), q becomes
 exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass requests q and u, but the
-training pass runs the same kernel. A kernel without q and u might round the other sums differently.
-The ratios of the first update might then differ from 1. According to instruction counts, the kernel
+training pass runs the same kernel. A kernel without q and u might round the other sums differently,
+so the ratios of the first update might differ from 1. According to instruction counts, the kernel
 is memory-bound with and without q and u.
 
 Shape legend: N tokens, V vocabulary columns of this rank.

@@ -1,6 +1,6 @@
 """Checks on this machine that the selector selects the same tokens as the reference (reference.py).
-The command is `python -m stare_select.conformance [BATCH.npz ...]`. Without files, the check uses
-generated batches.
+The command is `python -m stare_select.conformance [BATCH.npz ...]`. Without files, the command
+generates random batches.
 
 Each file contains the whole batch of one update: `log_probs`, `entropies`, `mask` [B, T] and
 `advantages` [B] or [B, T]. `--probe trl` also checks that the installed TRL has the methods that
@@ -70,8 +70,7 @@ def changed(batches: Sequence[Batch], how: Callable[[Batch], Mapping[str, np.nda
 
 
 def cases(batches: Sequence[Batch]) -> dict[str, list[Batch]]:
-    """Returns the given batches and difficult variants of these batches, by the name of the
-    case."""
+    """Returns test cases by name: the given batches, and difficult variants of these batches."""
     rounded = changed(batches, lambda b: {"log_probs": np.round(b["log_probs"])})
     return {
         "as given": list(batches),
@@ -93,7 +92,7 @@ def _columns(batch: Batch, keep: Callable[[np.ndarray], np.ndarray]) -> np.ndarr
 
 def share_of(batch: Batch, rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], np.ndarray]:
     """Returns a rank's share of a batch, and the numbers of the rows in the share. The rows are
-    permuted and padded with NaN. The width of the padding differs by rank. With three or more
+    permuted and padded with NaN. Each rank has a padding of a different width. With three or more
     ranks, rank 1 gets no row."""
     here = batch["mask"].shape[0]
     order = np.random.default_rng(here).permutation(here)
@@ -173,9 +172,9 @@ def _on_rank(rank: int, ranks: int, folder: str, batches: list[Batch], settings:
 
 
 def conform(batches: list[Batch], settings: Mapping[str, Any], ranks: int) -> dict[str, str | None]:
-    """Returns the first difference of each case, or None if the case agrees. Every case runs in
-    this process. If `ranks` is above 1, every case also runs over `ranks` processes (gloo) with
-    permuted and padded rows."""
+    """Returns for each case the first difference, or None if selector and reference agree. Every
+    case runs in this process. If `ranks` is above 1, every case also runs over `ranks` processes
+    (gloo) with permuted and padded rows."""
     found = {
         f"{name}, one process": difference(each, settings) for name, each in cases(batches).items()
     }

@@ -1,9 +1,10 @@
-"""Explains from a run's dumps what its entropy did. The command is
+"""Uses the dumps of a run to explain how the run's entropy changed. The command is
 `python -m stare_select.explain DUMP [DUMP ...]`.
 
-A dump is a file or a folder of slime (`--save-debug-train-data`), verl (`trainer.rollout_data_dir`)
-or TRL (the folder `completions` of `log_completions`). For each figure that the dumps cannot give,
-the command names the fields that are absent. Exit status 2: unusable input.
+A dump is a file or a folder that slime (`--save-debug-train-data`), verl
+(`trainer.rollout_data_dir`) or TRL (the folder `completions` of `log_completions`) wrote. If the
+dumps lack fields for a figure, the command names the absent fields. The exit status is 2 for
+unusable input.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ Absent = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One response as far as a dump knows it. Arrays have one value for each response token, in
-    nats; `mask` is True for tokens that the policy sampled."""
+    """One response, with the fields that the dump has. Arrays have one value for each response
+    token, and log-probs and entropies are in nats. `mask` is True for tokens that the policy
+    sampled."""
 
     step: int
     group: str | None = None
@@ -53,7 +55,8 @@ class Row:
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
     def has(self, names: Sequence[str]) -> bool:
-        """Tells whether the dump gave these fields, and a sampled token if they have tokens."""
+        """Returns True if the dump has all fields in `names`. If a field in `names` has a value per
+        token, the row must also have a sampled token."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)
@@ -69,7 +72,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure by step, or the fields whose absence leaves it out."""
+    """Figure with a value for each step or, without values, the names of the absent fields that the
+    figure needs."""
 
     name: str
     by_step: dict[int, float]
@@ -161,7 +165,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def read(dumps: Sequence[Path]) -> list[Row]:
-    """Reads all dumps, in the order of their steps.
+    """Reads all dumps and returns their responses in the order of the steps.
 
     Raises:
         DataError: a path is no dump, or no file has a response. A file that cannot be read is named
@@ -248,11 +252,12 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
 
 
 def stability(rows: Sequence[Row], micro_batch: int) -> float:
-    """Returns the share of a batch's rare tokens that are still selected if each micro-batch
-    selects by itself, as STARE's public code does. Mean over PACKINGS shuffles of the rows.
+    """Returns the share of a batch's rare tokens that are still selected if the selection runs on
+    each micro-batch alone, as in STARE's public code. The share is a mean over PACKINGS shuffles of
+    the rows.
 
-    The rare tokens are, for each sign of the advantage, the SHARE of highest surprisal
-    (arXiv 2606.19236, section 3.2).
+    For each sign of the advantage, the rare tokens are the SHARE of highest surprisal (arXiv
+    2606.19236, section 3.2).
     """
     whole = _rare(rows)
     number = sum(int(each.sum()) for each in whole)
@@ -270,8 +275,8 @@ def stability(rows: Sequence[Row], micro_batch: int) -> float:
 
 
 def repetition(rows: Sequence[Row]) -> float:
-    """Returns the share of 4-grams that occurred earlier in the same response, of token ids where a
-    dump has them, else of words."""
+    """Returns the share of 4-grams that occurred earlier in the same response. A 4-gram consists of
+    token ids, or of words if the dump has no token ids."""
     seen = again = 0
     for row in rows:
         words = _words(row)
@@ -282,7 +287,8 @@ def repetition(rows: Sequence[Row]) -> float:
 
 
 def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns for each row a mask of its sampled tokens that are rare, on either side."""
+    """Returns for each row the mask of the rare tokens among its sampled tokens, for both signs of
+    the advantage."""
     lengths = [len(row.kept("log_probs")) for row in rows]
     surprisals = np.concatenate([-row.kept("log_probs") for row in rows])
     signs = np.sign(np.concatenate([_advantages(row) for row in rows]))
@@ -295,8 +301,8 @@ def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def quadrants(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns each quadrant's share of the batch's absolute advantage. L+ and L- are the rare
-    tokens, U+ and U- the others."""
+    """Returns each quadrant's share of the sum of all absolute advantages. L+ and L- have the rare
+    tokens, and U+ and U- have the other tokens."""
     rare = np.concatenate(_rare(rows))
     advantages = np.concatenate([_advantages(row) for row in rows])
     total = np.abs(advantages).sum() or np.nan
@@ -361,7 +367,8 @@ def _leaked(rows: Sequence[Row]) -> float:
 
 
 def verdict(found: Sequence[Figure]) -> str:
-    """Returns one sentence on the collapse curve."""
+    """Returns one sentence that describes how the entropy changed. Without entropies, the sentence
+    describes how the surprisal changed."""
     curve = next((f for f in found[:2] if f.by_step), None)
     if curve is None:
         return "The dumps have neither entropies nor log-probs, so they show no collapse curve."
@@ -417,7 +424,8 @@ def _number(value: Any) -> float | None:
 
 
 def _text(messages: Any) -> str:
-    """Returns a prompt's or completion's text, of chat messages their contents."""
+    """Returns the text of a prompt or completion. For chat messages, the text is the contents of
+    all messages."""
     if isinstance(messages, str):
         return messages
     return "\n".join(str(message.get("content", "")) for message in messages)

@@ -1,4 +1,4 @@
-"""Selects and weighs the tokens of a batch that another trainer made.
+"""Selects tokens in a batch of another trainer, and weights their advantages.
 
 Shape legend: B is the number of rows of this rank, T is the number of columns of the padded batch,
 and N is the number of tokens of a flat batch.
@@ -58,8 +58,8 @@ class Selected:
 
 
 class Selector:
-    """Weighs advantages by a method of this project, and keeps the state of the method's gate and
-    controllers.
+    """Weights advantages with a method of this project, and keeps the state of the method's gate
+    and controllers.
 
     Args:
         method: a name in METHODS.
@@ -98,7 +98,7 @@ class Selector:
         sequence: Tensor | None = None,
         index: Tensor | None = None,
     ) -> Selected:
-        """Selects tokens and moves the controllers by one step. Every rank of the group must call
+        """Selects tokens and updates the controllers by one step. Every rank of the group must call
         this method once per rollout batch, even a rank without tokens.
 
         Args:
@@ -205,7 +205,7 @@ class Selector:
         return getattr(self._rule, "gate", "batch") == "sample"
 
     def _fault(self, log_probs: Tensor, entropies: Tensor, advantages: Tensor, mask: Tensor) -> int:
-        """Returns the key in _FAULTS of this rank's fault, or 0 if there is no fault."""
+        """Returns the number of this rank's fault in _FAULTS, or 0 if there is no fault."""
         if not (log_probs.isfinite() & entropies.isfinite())[mask].all():
             return 1
         return 0 if advantages.isfinite()[mask].all() else 2
@@ -213,8 +213,8 @@ class Selector:
     def _numbered(
         self, mask: Tensor, rows: Tensor | None, fault: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Returns each token's sequence number [B, T], each token's index [B, T], and the count of
-        the sequences."""
+        """Returns each token's sequence number [B, T], each token's index [B, T], and the number of
+        sequences."""
         here, device = mask.shape[0], mask.device
         if rows is None:
             rows = torch.arange(here, device=device) + self._rows_before(here, device)
@@ -247,8 +247,8 @@ class Selector:
         return sum(int(each) for each in all_[: get_rank(self.group)])
 
     def _largest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Returns each number's maximum over the group. The first of the numbers is the rank's
-        fault (see `_fault`). Raises DataError if any rank has a fault."""
+        """Returns the maximum of each number over the ranks of the group. The number at index 0 is
+        the rank's fault (see `_fault`). Raises DataError if any rank has a fault."""
         table = torch.tensor(numbers, dtype=torch.int64, device=device)
         if self.group is not None:
             all_reduce(table, ReduceOp.MAX, group=self.group)

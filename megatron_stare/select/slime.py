@@ -1,14 +1,15 @@
-"""Runs STARE inside slime, as the function of `--rollout-data-postprocess-path`.
+"""Runs STARE inside slime, as the function that `--rollout-data-postprocess-path` names.
 
     python train.py --rollout-data-postprocess-path stare_select.slime.weigh \\
         --use-rollout-entropy --get-mismatch-metrics \\
         --custom-tis-function-path stare_select.slime.uncorrected \\
         --custom-config-path stare.yaml ...
 
-The file stare.yaml holds the section `stare`, the selector's settings. slime calls `weigh` after
-its advantages are whitened, so the weights stay as they are. `--get-mismatch-metrics` makes slime
-compute log-probs before the update, and `uncorrected` leaves its loss as it is. This module imports
-slime, which this project does not install. Only users of slime import this module.
+The section `stare` of the file stare.yaml holds the selector's settings. After slime has whitened
+the advantages, slime calls `weigh`, so the whitening does not change the weights. With
+`--get-mismatch-metrics`, slime computes log-probs before the update. The function `uncorrected`
+leaves slime's loss unchanged. This module imports slime, which this project does not install. Only
+users of slime import this module.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SLICED = {"slice_log_prob_with_cp": ("log_prob", "total_length", "response_lengt
 
 
 def probe() -> str | None:
-    """Returns a message about the first function or parameter that the adapter needs and slime
+    """Returns a message about the first function or parameter that the adapter needs but slime
     lacks. Returns None if nothing is missing."""
     return missing(loss, CALLED) or missing(cp_utils, SLICED)
 
@@ -82,12 +83,13 @@ def check(args: Any, settings: Mapping[str, Any]) -> None:
 
 
 class Weighing:
-    """Multiplies the advantages of each rollout by the weights of a Selector. An instance is called
-    as slime calls its postprocess function, on every rank, once for each rollout.
+    """Multiplies the advantages of each rollout by the weights of a Selector. An instance serves as
+    slime's postprocess function, so slime calls the instance on every rank, once per rollout.
 
-    The state after each rollout is a line of stare_select.jsonl beside the checkpoints of `--save`.
-    A run that starts at a later rollout reads the line of the one before in the folder of `--load`;
-    with `fresh_state: true` in the section `stare`, it may be missing.
+    After each rollout, the state is appended as one line to stare_select.jsonl in the folder of
+    `--save`. A run that starts at a later rollout reads the state after the previous rollout from
+    the folder of `--load`. A missing state stops the run, unless the section `stare` has
+    `fresh_state: true`.
     """
 
     def __init__(self) -> None:
@@ -96,7 +98,8 @@ class Weighing:
         self._trusts = False
 
     def __call__(self, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-        """Weighs the advantages in `rollout_data`, and adds the method's metrics to it.
+        """Weights the advantages in `rollout_data`, and adds the method's metrics to
+        `rollout_data`.
 
         Raises:
             ConfigError: a setting of slime makes the selection inexact, slime has computed no
@@ -179,8 +182,8 @@ weigh = Weighing()
 def uncorrected(
     args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Returns slime's loss and masks as they are, and no metrics, for
-    `--custom-tis-function-path`."""
+    """Returns slime's loss and masks unchanged, without metrics. `--custom-tis-function-path` names
+    this function."""
     return pg_loss, loss_masks, {}
 
 
@@ -191,8 +194,9 @@ def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Ten
 
 
 def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns for each token of this rank the number of its row's first token [N], its column [N],
-    and the number of its rollout [N], all in the whole batch and the same in every layout."""
+    """Returns three numbers for each token of this rank, [N] each: the number of the first token in
+    the token's row, the token's column, and the number of the token's rollout. Tokens and rollouts
+    are numbered over the whole batch, so the numbers are the same in every layout."""
     device = rollout_data["loss_masks"][0].device
     positions = torch.as_tensor(rollout_data["partition"], device=device)
     lengths = torch.as_tensor(rollout_data["response_lengths"], device=device).long()
@@ -220,8 +224,8 @@ def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor,
 
 
 def changed(rollout_data: Mapping[str, Any]) -> str | None:
-    """Checks what slime has computed. Returns a message about the first difference from what the
-    adapter needs, or None."""
+    """Checks slime's results. Returns a message about the first result that the adapter cannot use,
+    or None."""
     for row, mask in enumerate(rollout_data["loss_masks"]):
         kept = local(mask, rollout_data, row).bool()
         for name in ("log_probs", "entropy", "advantages"):
@@ -242,7 +246,8 @@ def _append(folder: Path, rollout_id: int, selector: Selector) -> None:
 
 
 def _read(folder: str | None, rollout_id: int) -> dict[str, Any] | None:
-    """Returns the last state that was written after a rollout, or None."""
+    """Returns the state after the rollout `rollout_id`, or None. If the file has several states for
+    this rollout, the function returns the last state."""
     file = Path(folder or "", STATES)
     found = None
     for line in file.read_text().splitlines() if file.is_file() else ():

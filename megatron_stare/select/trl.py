@@ -53,7 +53,7 @@ CALLED = {
 
 
 def probe(trainer: type = GRPOTrainer) -> str | None:
-    """Returns a message about the first method or parameter that the adapter needs and `trainer`
+    """Returns a message about the first method or parameter that the adapter needs but `trainer`
     lacks. Returns None if nothing is missing."""
     return missing(trainer, CALLED)
 
@@ -128,8 +128,8 @@ class StareGRPOTrainer(GRPOTrainer):
     def _changed(
         self, batch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor
     ) -> str | None:
-        """Compares TRL's results for a small batch with the results that the adapter needs. Returns
-        a message about the first difference, or None."""
+        """Checks TRL's results for a batch, and TRL's loss for at most two rows of the batch.
+        Returns a message about the first result that the adapter cannot use, or None."""
         shape = batch["completion_ids"].shape
         if batch["advantages"].shape != shape[:1]:
             return f"advantages have shape {tuple(batch['advantages'].shape)}, not [B]"

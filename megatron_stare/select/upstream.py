@@ -1,5 +1,5 @@
-"""Guards of the adapters to other trainers: what an installed trainer must still offer, settings
-that the selection cannot follow, and the saved state of a Selector."""
+"""Guards of the adapters to other trainers. The guards check the functions and settings of an
+installed trainer, and save and load the state of a Selector."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class UpstreamChangedError(UserError):
 
 
 def missing(of: Any, called: Mapping[str, Sequence[str]]) -> str | None:
-    """Returns a message about the first function that `of` lacks, or about the parameters that the
-    function lacks. Returns None if nothing is missing.
+    """Returns a message about the first function that is missing in the class or module `of`, or
+    that lacks a parameter. Returns None if nothing is missing.
 
     Args:
         of: a class or a module.
@@ -40,15 +40,15 @@ def missing(of: Any, called: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def upstream_of(trainer: type, adapter: type) -> type:
-    """Returns the class that comes after the adapter's in a trainer's order of base classes: the
-    upstream class, whose methods the adapter overrides."""
+    """Returns the upstream class, whose methods the adapter overrides. In the method resolution
+    order of `trainer`, the upstream class comes after the class `adapter`."""
     order = trainer.__mro__
     return order[order.index(adapter) + 1]
 
 
 def expect(changed: str | None, trainer: str, release: str, trusts: bool) -> None:
-    """Raises UpstreamChangedError about the message `changed`, if there is one. If the user trusts
-    the trainer, the function warns instead."""
+    """Raises UpstreamChangedError with the message `changed`, unless `changed` is None. If `trusts`
+    is True, the function warns instead."""
     if changed is None:
         return
     if not trusts:
@@ -65,12 +65,12 @@ def expect(changed: str | None, trainer: str, release: str, trusts: bool) -> Non
 def refuse(
     faults: Mapping[str, tuple[bool, str]], settings: Mapping[str, Any], trainer: str
 ) -> None:
-    """Raises ConfigError for the first of a trainer's settings that is wrong, or for a method that
-    removes tokens from the loss and from its denominator, because another trainer's denominator
-    counts all tokens.
+    """Raises ConfigError for the first wrong setting of a trainer. Also raises ConfigError for a
+    method that removes tokens from the denominator of the loss, because the trainer's own
+    denominator counts all tokens.
 
     Args:
-        faults: whether a setting of the trainer is wrong, and why, by its name.
+        faults: for each setting of the trainer, by name, whether the setting is wrong, and why.
         settings: the selector's settings.
     """
     for name, (wrong, why) in faults.items():
@@ -86,17 +86,17 @@ def refuse(
 
 
 def save_state(selector: Selector, folder: Path) -> None:
-    """Writes the selector's state into a checkpoint's folder, which is made if missing."""
+    """Writes the selector's state into the folder of a checkpoint. A missing folder is created."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATE_FILE).write_text(json.dumps(selector.state_dict()))
 
 
 def load_state(selector: Selector, folder: Path, trainer: str, may_begin: bool) -> None:
-    """Continues from the selector's state in a checkpoint's folder. If `may_begin`, a folder
-    without a state leaves the selector new.
+    """Loads the selector's state from the folder of a checkpoint. With `may_begin`, a folder
+    without a state is no error, and the selector keeps its initial state.
 
     Raises:
-        ConfigError: the checkpoint has no such state, or one of other settings.
+        ConfigError: the checkpoint has no state of the selector, or a state with other settings.
     """
     file = folder / STATE_FILE
     if file.is_file():

@@ -1,11 +1,12 @@
-"""Runs STARE inside verl, as v1 trainers that weigh the advantage of each token.
+"""Runs STARE inside verl, with v1 trainers that weight the advantage of each token.
 
     VERL_USE_EXTERNAL_MODULES=stare_select.verl python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=stare_sync +stare.entropy_target=0.3 ...
 
-verl imports the module in every process that has the variable, and stops there if the import fails.
-A package's entry point would fail silently: verl logs that at DEBUG. This module imports verl,
-which this project does not install. Only users of verl import this module.
+In every process with the variable VERL_USE_EXTERNAL_MODULES, verl imports this module and stops if
+the import fails. An entry point of a package would fail silently, because verl logs the failure
+only at level DEBUG. This module imports verl, which this project does not install. Only users of
+verl import this module.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ QUEUE = {
 
 
 def probe(trainer: type = PPOTrainer) -> str | None:
-    """Returns a message about the first function or parameter that the adapter needs and `trainer`
+    """Returns a message about the first function or parameter that the adapter needs but `trainer`
     or TransferQueue lacks. Returns None if nothing is missing."""
     return missing(trainer, CALLED) or missing(tq, QUEUE)
 
@@ -96,8 +97,8 @@ def check(config: Any, settings: Mapping[str, Any]) -> None:
 
 
 def loss_changed(config: Any) -> str | None:
-    """Computes verl's loss of a small batch. Returns a message about the first result that differs
-    from what the adapter needs, or None."""
+    """Computes verl's loss for a small generated batch. Returns a message about the first result
+    that the adapter cannot use, or None."""
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     loss = get_policy_loss_fn(actor.policy_loss.get("loss_mode", "vanilla"))
     source = torch.Generator().manual_seed(0)
@@ -124,10 +125,11 @@ def loss_changed(config: Any) -> str | None:
 
 
 def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns the number of each token's session [N] and the number of each token [N].
+    """Returns for each token the number of its session [N] and the number of the token [N].
 
-    Sessions and rows count in the order of their keys, so the numbers, and with them the choice
-    among equal surprisals, do not depend on how verl has balanced the rows.
+    Sessions and rows are numbered in the order of their keys. The numbers, and the choice among
+    tokens of equal surprisal, therefore do not depend on the way in which verl has balanced the
+    rows.
 
     Args:
         keys: `{uid}_{session}_{row of the session}` of each row.
@@ -150,9 +152,9 @@ class StareMixin(PPOTrainer):
     """A v1 trainer of verl that multiplies advantages by the weights of a Selector.
 
     The driver holds the whole batch, so the selection needs no collective. The section `stare` of
-    verl's configuration has the selector's settings. `method` selects a method other than STARE,
-    `trust_upstream: true` trains with a verl that changed, and `fresh_state: true` lets a run of
-    plain verl go on with STARE.
+    verl's configuration has the selector's settings. `method` selects a method other than STARE.
+    With `trust_upstream: true`, the trainer trains even if verl changed. With `fresh_state: true`,
+    a run can resume with STARE from a checkpoint of plain verl.
 
     Raises:
         ConfigError: a setting of verl makes the selection inexact.
@@ -234,8 +236,8 @@ def resumed_folder(trainer: Any) -> str | None:
 
 
 def changed(data: Any) -> str | None:
-    """Checks what verl has put into the queue. Returns a message about the first difference from
-    what the adapter needs, or None."""
+    """Checks verl's results in the queue. Returns a message about the first result that the adapter
+    cannot use, or None."""
     offsets, kept = data["response_mask"].offsets(), data["response_mask"].values().bool()
     for name in ("old_log_probs", "entropy", "advantages"):
         if not torch.equal(data[name].offsets(), offsets):
@@ -254,9 +256,9 @@ class StarePPOTrainerSync(StareMixin, PPOTrainerSync):
 
 @register_trainer(f"{PREFIX}colocate_async")
 class StarePPOTrainerColocateAsync(StareMixin, PPOTrainerColocateAsync):
-    """verl's colocated trainer with partial rollouts, with weighted advantages."""
+    """verl's colocated trainer, with partial rollouts and weighted advantages."""
 
 
 @register_trainer(f"{PREFIX}separate_async")
 class StarePPOTrainerSeparateAsync(StareMixin, PPOTrainerSeparateAsync):
-    """verl's trainer with rollout on other GPUs, with weighted advantages."""
+    """verl's trainer with rollout on separate GPUs, and with weighted advantages."""
