@@ -229,8 +229,8 @@ def attend(
 
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
     row, starting a matrix product costs more than computing the product. This function instead
-    computes two batched products for all rows. This function handles one float32 token per row on a
-    CPU, without dropout and without special arguments such as `softcap`. All other inputs go to
+    computes two batched products for all rows. It handles one float32 token per row on a CPU,
+    without dropout and without special arguments such as `softcap`. All other inputs go to
     transformers' function for "sdpa". The parameters follow transformers' interface for attention
     functions.
 

@@ -1,5 +1,5 @@
-"""Defines the platform that cpu_platform.py names. Imports sglang, so it works only in the server's
-environment."""
+"""Defines CpuPlatform, the platform class that cpu_platform.py names. This module imports sglang,
+so only the server's environment can import this module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION
 
 
 class CpuPlatform(SRTPlatform):
-    """SGLang's platform for a CPU that runs SGLang's plain torch code. The platform reports the
+    """SGLang platform for CPUs, on which SGLang runs its plain torch code. The platform reports the
     memory of the whole machine."""
 
     _enum = PlatformEnum.OOT
