@@ -57,10 +57,10 @@ def decode_batch(
     """Decodes the responses to all `requests` as one batch. A response has at most
     `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
 
-    The sampling noise of a row is keyed on the row's request. For a given distribution, the sampled
-    token therefore does not depend on the other rows or on the removal of finished rows. The
-    distribution itself changes by about 1e-7, through float rounding, if the matrix products change
-    their shape.
+    The key of a row's sampling noise comes from the row's request. For a given distribution, the
+    sampled token therefore does not depend on the other rows or on the removal of finished rows.
+    The distribution itself changes by about 1e-7, through float rounding, if the matrix products
+    change their shape.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -228,11 +228,10 @@ def attend(
     """Computes attention for one new token per row over the row's cached tokens.
 
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
-    row, starting a matrix product costs more than computing the product. This function instead
-    computes two batched products for all rows. It handles one float32 token per row on a CPU,
-    without dropout and without special arguments such as `softcap`. All other inputs go to
-    transformers' function for "sdpa". The parameters follow transformers' interface for attention
-    functions.
+    row, starting a matrix product costs more than computing the product. `attend` instead computes
+    two batched products for all rows. `attend` handles one float32 token per row on a CPU, without
+    dropout and without special arguments such as `softcap`. All other inputs go to transformers'
+    function for "sdpa". The parameters follow transformers' interface for attention functions.
 
     Args:
         query: [b, n, 1, d].

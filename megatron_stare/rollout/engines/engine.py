@@ -74,7 +74,7 @@ class LostRequest:
 
     reason: what happened to the request, and where.
     late: True if the request's time limit passed.
-    gone: True if the request's server is lost. All other requests at this server are then lost too.
+    gone: True if the request's server is lost, and with it all other requests at the server.
     """
 
     rid: str

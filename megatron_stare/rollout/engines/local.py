@@ -208,8 +208,8 @@ class WeightLedger:
     `expected` arrives exactly once and in the right shape. `expected` maps parameter names to
     shapes.
 
-    An SGLang server reports success even if an update contains an unknown name. LocalEngine instead
-    uses this class to check the names and the completeness of an update.
+    An SGLang server reports success even if an update contains an unknown name. LocalEngine uses
+    this class to check the names and the completeness of an update.
     """
 
     def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:

@@ -59,7 +59,7 @@ class ReplicaPart(ABC):
 
     @abstractmethod
     def start(self, meeting: str) -> None:
-        """Starts the part. Ends the part first if it was started before.
+        """Starts the part, or restarts the part if it was started before.
 
         Args:
             meeting: host:port of the rendezvous for all parts of the replica.
@@ -79,7 +79,7 @@ class ReplicaPart(ABC):
         """Ends the part. Idempotent."""
 
     def close(self) -> None:
-        """Ends the part. Called when the part's worker ends."""
+        """Ends the part when the part's worker ends."""
         self.stop()
 
 
@@ -89,8 +89,8 @@ class Site:
 
     parts: workers that hold the replica's parts on nodes 1, 2 and so on, in this order; None if the
         replica is on one node.
-    address: address of the replica's first node, where the replica's own worker runs. The run's
-        other processes reach the replica at this address.
+    address: address of the replica's first node, at which the run's other processes reach the
+        replica.
     others: addresses of the replica's other nodes, in node order.
     """
 

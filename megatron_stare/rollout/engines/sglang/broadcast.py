@@ -1,9 +1,10 @@
 """Broadcasts weights in a process group that consists of one sender and all servers. The sender is
-rank 0 of the group. The ranks of the first server follow, then the ranks of the second server, and
-so on. The machines on which the servers run do not affect this order.
+rank 0 of the group. The group's other ranks are the ranks of the first server, then the ranks of
+the second server, and so on. The machines on which the servers run do not affect the order of the
+ranks.
 
 Each sender forms its own process group through a TCP store. The sender does not register this group
-with torch.distributed, because the sender is a rank of the trainer and already has another default
+with torch.distributed, because the sender is a rank of the trainer and already has its own default
 group.
 """
 
@@ -160,8 +161,8 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns the group rank of each server's rank 0. Adding n gives the group rank of the server's
-    rank n. The final entry of the list is the size of the group."""
+    """Returns the group rank of each server's rank 0. The group rank of a server's rank n is higher
+    by n than the group rank of its rank 0. The final entry of the list is the size of the group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 

@@ -11,8 +11,8 @@ from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION
 
 
 class CpuPlatform(SRTPlatform):
-    """SGLang platform for CPUs, on which SGLang runs its plain torch code. The platform reports the
-    memory of the whole machine."""
+    """SGLang platform that runs SGLang's plain torch code on a CPU. The platform reports the memory
+    of the whole machine."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"

@@ -104,8 +104,9 @@ def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
     """Assigns one trainer rank to every rank of every server. A server rank can open the memory of
-    its trainer rank. On GPUs, a server rank and its trainer rank are on the same GPU. On CPUs, the
-    two ranks are on the same machine, and the machine's trainer ranks are assigned in turn.
+    its trainer rank. On GPUs, a server rank and its trainer rank are on the same GPU. On CPUs, a
+    server rank and its trainer rank are on the same machine, and the machine's trainer ranks are
+    assigned in turn.
 
     Args:
         servers: URL, place and layout of each server. The place of a server on GPUs lists the GPUs

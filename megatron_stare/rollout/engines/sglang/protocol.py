@@ -63,8 +63,8 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 def check_precision(arguments: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError if a server uses 8-bit quantization or an 8-bit key/value cache. The
-    normal log-prob difference between an 8-bit server and the trainer is unknown. Rounding could
-    therefore not be distinguished from wrong weights.
+    normal log-prob difference between an 8-bit server and the trainer is unknown. Rounding errors
+    could therefore not be distinguished from wrong weights.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -87,8 +87,8 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
 
     Comparing log-probs with the trainer does not detect tokens that are not samples from the model,
     because the log-probs of these tokens are right. On CPUs, SGLang's verification of drafts takes
-    the likeliest token at every temperature (eagle_utils.py, 0.5.23). On CUDA the tokens are exact
-    samples if both acceptance thresholds are 1.
+    the likeliest token at every temperature (eagle_utils.py, 0.5.23). On CUDA, speculative decoding
+    returns exact samples if both acceptance thresholds are 1.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.

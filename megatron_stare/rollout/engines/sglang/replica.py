@@ -226,8 +226,8 @@ def server_flags(config: Config) -> dict[str, str]:
 
 def sglang_python(config: Config) -> str:
     """Returns the Python interpreter of SGLang's environment. The setting `sglang.python` or the
-    environment variable of PYTHON_VARIABLE names the interpreter. If neither is set, returns the
-    interpreter in the checkout's .venv-sglang.
+    environment variable MEGATRON_STARE_SGLANG_PYTHON names the interpreter. If neither the setting
+    nor the variable is set, returns the interpreter in the checkout's .venv-sglang.
 
     Raises:
         ConfigError: no source names an interpreter. A package that was installed from a wheel has
@@ -303,10 +303,10 @@ def served_dtype(config: Config) -> str:
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
     """Predicts how much memory one rank of a server uses on a GPU of `capacity` bytes. The rank
-    stores its shard of the weights and its part of the cache. The server may use a fraction of the
-    GPU (`sglang.memory_fraction`), and the cache takes the part of this fraction that the weights
-    leave free. If `sglang.cache_tokens` tokens need less memory, the cache takes only the memory of
-    these tokens."""
+    stores its shard of the weights and its part of the cache. The server uses at most a fraction of
+    the GPU (`sglang.memory_fraction`), and the cache takes the part of this fraction that the
+    weights leave free. If `sglang.cache_tokens` tokens need less memory, the cache takes only the
+    memory of these tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel

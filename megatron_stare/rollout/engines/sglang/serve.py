@@ -34,10 +34,10 @@ def _let_torchvision_import() -> None:
     """Defines the operators that `import torchvision` needs, if torchvision's own library does not
     load.
 
-    The library in torchvision's CPU wheel may require CUDA libraries, and then the library does not
-    load. If the library loads, its static initialiser defines the operators. The initialiser would
-    crash the process if the operators already existed. This function therefore tries to import
-    torchvision before it defines any operator.
+    The library in torchvision's CPU wheel can require CUDA libraries that are missing, and then the
+    library does not load. If the library loads, its static initialiser defines the operators. The
+    initialiser would crash the process if the operators already existed. This function therefore
+    tries to import torchvision before it defines any operator.
     """
     import torch
 

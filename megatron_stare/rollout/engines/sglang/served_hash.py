@@ -66,9 +66,9 @@ class TiledDigest:
     A + s) ^ rotl(i, r)), for two sets of constants (A, s, r). The function fmix is the finalizer of
     MurmurHash3 (Appleby, 2011). For each set of constants, the mixed words of each tile (8192
     words) are summed mod 2^32. A tile's value has 64 bits. The upper half of a tile's value is
-    fmix(sum ^ 4n) for the first set of constants. The lower half is fmix(sum ^ 4n) for the second
-    set of constants. The hash is the finalizer of splitmix64 (Steele, Lea and Flood, 2014) applied
-    to the sum of all tiles' values mod 2^64. The hash of an empty input is 0.
+    fmix(sum ^ 4n) for the first set of constants. The lower half of a tile's value is fmix(sum ^
+    4n) for the second set of constants. The hash is the finalizer of splitmix64 (Steele, Lea and
+    Flood, 2014) applied to the sum of all tiles' values mod 2^64. The hash of an empty input is 0.
     """
 
     def __init__(self) -> None:

@@ -158,7 +158,7 @@ class ServerProcess:
         return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
 
     def _said(self) -> str:
-        """Returns the end of the server's log, at most LOG_BYTES of whole lines. SGLang logs
+        """Returns the end of the server's log in whole lines, at most LOG_BYTES. SGLang logs
         continuously, so the log of a long run is large."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             before = max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0)

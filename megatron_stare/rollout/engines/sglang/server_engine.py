@@ -234,8 +234,8 @@ class SGLangEngine(ServedEngine):
         self._at_first(lambda: probe_stop(client, self._stop_token_ids))
 
     def _at_first(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine during construction. If the coroutine fails because the server has
-        ended, and the run had started the server, the error says how the server ended."""
+        """Runs a coroutine during construction. If the run started the server and the server has
+        ended, the error says how the server ended."""
         try:
             return self._waited(make)
         except SGLangError:
@@ -326,8 +326,8 @@ class SGLangEngine(ServedEngine):
         return result
 
     def collect(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """See Engine. The engine sends requests and receives answers only while one of its methods
-        runs, such as `collect`."""
+        """See Engine. The engine sends requests and receives answers only while one of its methods,
+        such as `collect`, runs."""
         if not self._under_way:
             return []
         return self._waited(lambda: self._first(wait_s))
@@ -357,14 +357,14 @@ class SGLangEngine(ServedEngine):
             self._waited(self._forget)
 
     async def _forget(self) -> None:
-        """Cancels this process's tasks of all requests in flight. Also aborts the requests on the
+        """Cancels this process's tasks for all requests in flight. Also aborts the requests on the
         server if the server still answers."""
         # a server that hangs must not delay the caller
         told = asyncio.wait_for(self._client.abort(), ABORT_S)
         await asyncio.gather(self._cancel(), told, return_exceptions=True)
 
     async def _cancel(self) -> None:
-        """Cancels this process's tasks of all requests in flight. Does not abort the requests on
+        """Cancels this process's tasks for all requests in flight. Does not abort the requests on
         the server."""
         tasks, self._under_way = self._under_way, {}
         for task in tasks:

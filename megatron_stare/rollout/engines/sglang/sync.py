@@ -111,7 +111,7 @@ class Sent:
 
     @classmethod
     def arrived(cls, senders: Sequence[Sent], url: str) -> Sent:
-        """Merges those senders' records that apply to the server at `url`.
+        """Merges the senders' records that apply to the server at `url`.
 
         Raises:
             WeightUpdateError: another server received other values. The trainer's data-parallel
@@ -232,7 +232,7 @@ class Sending:
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
     """Returns the device from which this process transfers buckets. The device is a GPU if this
-    process has a GPU and all servers run on GPUs. Otherwise the device is the CPU."""
+    process has a GPU and all servers run on GPUs, and the CPU otherwise."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 

@@ -25,9 +25,9 @@ class WeightUpdate:
     """Update of the servers to one weight version. Each method waits until all servers have
     answered.
 
-    Between `begin` and `end_sent`, the training ranks send the weights. Instead, a process that has
-    all tensors of the model can send the weights itself with `send` and `end`. The ranks then send
-    nothing.
+    Between `begin` and `end_sent`, the training ranks send the weights. A process that has all
+    tensors of the model can also send the weights itself, with `send` and `end`. The ranks then
+    send nothing.
 
     Args:
         shape: shape of the model.
