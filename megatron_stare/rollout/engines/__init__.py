@@ -1,2 +1,2 @@
-"""Contains the engine interface, the in-process engine, the engine on SGLang servers, and engine
+"""Contains rollout engines: the interface, the in-process engine, the SGLang engine and the
 replicas."""

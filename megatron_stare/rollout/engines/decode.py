@@ -1,12 +1,13 @@
-"""Decodes one batch of requests with a transformers model. After a prefill, every step samples one
-token per row until all rows are finished.
+"""Decodes one batch of requests with a transformers model. After the prefill, each step samples one
+token per row, until all rows are finished.
 
-LocalEngine calls `decode_batch` with checked requests. The module also registers `attend` in
-transformers under the name ATTENTION. `attend` is an attention function for models on CPUs.
+LocalEngine checks the requests and then calls `decode_batch`. This module also registers `attend`,
+an attention function for CPUs, in transformers under the name ATTENTION.
 
-Shape legend: B rows of the batch, b rows still in the batch, P length of the longest prompt, R
-length of the longest response. Legend for attention: n heads, g groups of heads that share keys and
-values, r heads per group, L tokens in the cache, d head size.
+Shape legend: B is the number of rows at the start, b the number of rows still in the batch, P the
+length of the longest prompt, and R the length of the longest response. Legend for attention: n is
+the number of heads, g the number of groups of heads that share keys and values, r the number of
+heads per group, L the number of tokens in the cache, and d the head size.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class _Prompts:
 def decode_batch(
     model: Any, requests: Sequence[GenerateRequest], params: SamplingParams
 ) -> list[Decoded]:
-    """Decodes the responses to all `requests` together. A response has at most
-    `params.max_new_tokens` tokens. A request may have a lower limit.
+    """Decodes the responses to all `requests` as one batch. A response has at most
+    `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
 
-    The sampling noise of a row is keyed on the row's request. The token that is drawn from a given
-    distribution therefore does not depend on other rows or on the removal of finished rows. (The
-    distribution itself changes by about 1e-7, through float rounding, if the shape of the matrix
-    products changes.)
+    The key of a row's sampling noise comes from the row's request. For a given distribution, the
+    sampled token therefore does not depend on the other rows or on the removal of finished rows.
+    The distribution itself changes by about 1e-7, through float rounding, if the matrix products
+    change their shape.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -107,7 +108,7 @@ def _ending(
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
     sets of stop tokens in the requests. In a row, True marks the tokens that end a response. The
-    second tensor, [B], contains, for each request, the index of its row in the first tensor."""
+    second tensor, [B], gives the row of the first tensor that applies to each request."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -120,7 +121,8 @@ def _ending(
 def _prefill(
     model: Any, requests: Sequence[GenerateRequest], max_new_tokens: int
 ) -> tuple[Tensor, Any, Tensor, Tensor | None]:
-    """Runs each distinct prompt once. All samples of a prompt get the prompt's cache.
+    """Runs each distinct prompt once. Every sample of a prompt gets a copy of the prompt's
+    key/value cache.
 
     Returns:
         The logits [B, V] of the first token, the cache, the position [B, 1] of the last prompt
@@ -148,7 +150,7 @@ def _pad(prompts: Sequence[tuple[int, ...]]) -> _Prompts:
 
 
 def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-    """Returns [b, V] logits of the last position."""
+    """Returns the logits [b, V] at the last position."""
     return model(
         input_ids=ids,
         attention_mask=mask,
@@ -160,9 +162,9 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """Makes an empty cache for a model with this config. New keys and values are written into the
-    cache in place; transformers' own cache copies itself at every token. Sliding-window layers and
-    other special layers keep the cache of transformers."""
+    """Makes an empty cache for a model with this config. The cache writes new keys and values in
+    place, while transformers' own cache copies all its contents at every token. Sliding-window
+    layers and other special layers still use transformers' own cache."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -198,8 +200,8 @@ class GrowingLayer(DynamicLayer):
 
 
 def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Appends `new` to the buffer, and replaces the buffer by a larger buffer if needed. Returns
-    the buffer, and the view of the buffer that holds `held` followed by `new`."""
+    """Appends `new` to the buffer, or to a larger buffer if `new` does not fit. Returns the buffer,
+    and a view of its filled part, which contains `held` and then `new`."""
     length = held.shape[-2] if held.numel() else 0
     total = length + new.shape[-2]
     if room is None or room.shape[-2] < total:
@@ -223,13 +225,13 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of one new token per row to the tokens in the row's cache.
+    """Computes attention for one new token per row over the row's cached tokens.
 
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
-    row, starting a matrix product costs more than computing the product. This function uses two
-    batched products for all rows. If the input is anything other than one float32 token per row on
-    a CPU, transformers' function for "sdpa" computes the result. The parameters are the parameters
-    of every attention function in transformers.
+    row, starting a matrix product costs more than computing the product. `attend` instead computes
+    two batched products for all rows. `attend` handles one float32 token per row on a CPU, without
+    dropout and without special arguments such as `softcap`. All other inputs go to transformers'
+    function for "sdpa". The parameters follow transformers' interface for attention functions.
 
     Args:
         query: [b, n, 1, d].

@@ -1,9 +1,10 @@
 """Defines the interface of rollout engines, and the records for requests and results. An engine is
-one replica of the policy that samples responses.
+one replica of the policy and samples responses.
 
-Each engine has its own worker. The pool (engine_pool.py) sends requests and receives results. The
-weight sync sends weights under Hugging Face names. LocalEngine (local.py) computes in the process
-of the worker. The other engines are clients of a server.
+Each engine has its own worker. The engine pool (engine_pool.py) sends requests to the engines and
+receives the results. The weight sync sends weights to the engines under Hugging Face names.
+LocalEngine (local.py) runs the model in the worker's process. A ServedEngine is the client of a
+separate server.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from megatron_stare.weights.sync.target import SyncTarget
 class GenerateRequest:
     """Request to sample a response, or the next part of a response.
 
-    A token's sampling noise depends only on the seed, `prompt_cursor`, `sample_index`, `noise_step`
-    and the token's position in the response (sampling.py).
+    A token's sampling noise depends only on the seed, on this request's `prompt_cursor`,
+    `sample_index`, `noise_step` and `branch`, and on the token's position in the response
+    (sampling.py).
     """
 
     rid: str  # unique among the requests in flight
@@ -47,8 +49,8 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """Result of a request: n sampled tokens, including the stop token if the response has one. The
-    text and the replica are filled in after the engine returns."""
+    """Result of a request: n sampled tokens, including the stop token if the response has one.
+    After the engine returns, the worker fills in `text`, and Dispatch fills in `replica`."""
 
     rid: str
     output_ids: Tensor  # [n] int32
@@ -68,11 +70,11 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class LostRequest:
-    """A request that an engine accepted and will never answer. The caller may retry the request.
+    """Request that an engine accepted but will never answer. The caller can retry the request.
 
     reason: what happened to the request, and where.
     late: True if the request's time limit passed.
-    gone: True if the request's server is lost, together with all other requests of the server.
+    gone: True if the request's server is lost, and with it all other requests at the server.
     """
 
     rid: str
@@ -86,8 +88,8 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """Raised if an engine is lost. The engine's server has ended, no longer answers, or holds
-    weights that differ from the weights that were sent."""
+    """Raised if an engine is lost: its server has ended, no longer answers, or holds other weights
+    than the run sent."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class ModelInfo:
 
 
 class WeightUpdateError(UserError):
-    """Raised if a weight update did not contain exactly the model's parameters. After this error
-    the engine's state is DIRTY."""
+    """Raised if parameters of a weight update are missing, repeated or unknown, or have a wrong
+    shape or wrong values. After this error the engine's state is DIRTY."""
 
 
 class Engine(ABC):
@@ -132,8 +134,8 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """Returns the requests that were finished or lost since the last call, in any order. Every
-        request is returned exactly once, either finished or lost.
+        """Returns the results and the lost requests since the previous call, in any order. Every
+        request is reported exactly once, either by its result or as lost.
 
         Args:
             wait_s: seconds after which an empty result is returned. An in-process engine ignores
@@ -218,14 +220,14 @@ class Engine(ABC):
 
 
 class ServedEngine(Engine):
-    """An engine that is the client of a server. The server computes log-probs with its own
+    """Engine that is the client of a server. The server computes log-probs with its own
     implementation of the model, so the log-probs of server and trainer are compared at every step.
     The server's memory can be released while the trainer computes."""
 
     @abstractmethod
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-probs at temperature 1. Each sequence has log-probs for all its tokens
-        except the first token.
+        """Returns the log-probs, at temperature 1, of all tokens in each sequence except the first
+        token.
 
         Raises:
             EngineStateError: the engine is not HEALTHY.
@@ -233,8 +235,9 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Releases parts of the server's memory (MEMORY in rollout/engines/state.py). An engine
-        without weights is RELEASED. An engine without a cache computes nothing.
+        """Releases the given parts of the server's memory. MEMORY in rollout/engines/state.py lists
+        all parts. If the memory of the weights is released, the engine's state becomes RELEASED.
+        While the cache is released, the engine neither samples nor computes log-probs.
 
         Raises:
             EngineStateError: a weight update is open, or one of the parts is released already.
@@ -242,8 +245,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Allocates released memory again. If the memory of the weights was released, the contents
-        of this memory are undefined after the call, and the engine's state is DIRTY.
+        """Allocates released memory again. If the memory of the weights is allocated again, its
+        contents are undefined, and the engine's state becomes DIRTY.
 
         Raises:
             EngineStateError: one of the parts is not released, or the cache would be allocated
@@ -251,9 +254,10 @@ class ServedEngine(Engine):
         """
 
     def sync_target(self) -> SyncTarget | None:
-        """Returns the target to which the trainer's ranks directly send the weights of the open
-        update. The caller then ends the session with `end_sent_update` and never calls
-        `update_weights`. Returns None if the caller must pass the weights to `update_weights`.
+        """Returns the target of the open update, to which the trainer's ranks send the weights
+        directly. A caller that uses the target ends the session with `end_sent_update` and never
+        calls `update_weights`. Returns None if the caller must pass the weights to
+        `update_weights`.
 
         Raises:
             EngineStateError: no session is open.
@@ -275,13 +279,13 @@ class ServedEngine(Engine):
 
     def drop_weight_update(self) -> None:
         """Aborts the open update and sets the engine's state to DIRTY. Does nothing if no update is
-        open. For an engine to which ranks cannot send weights, raises EngineStateError."""
+        open. Raises EngineStateError if ranks cannot send weights to this engine."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
     def memory_mb(self) -> float | None:
-        """Returns the current memory use of the server in units of 10^6 bytes, or None if the
-        memory use is unknown."""
+        """Returns the server's current memory use in units of 10^6 bytes, or None if the memory use
+        is unknown."""
 
 
 def check_params(params: SamplingParams) -> None:

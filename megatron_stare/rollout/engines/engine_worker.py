@@ -28,8 +28,9 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
-    """Holds one engine, which is replica `number` of the run. The constructor starts the engine and
-    `bring_up` waits for the engine, so that all replicas start in parallel.
+    """Holds one engine, which is replica `number` of the run. The constructor starts the engine
+    without waiting, so that all replicas start in parallel. `bring_up` waits until the engine is
+    ready.
 
     Args:
         site: nodes of the replica.
@@ -69,8 +70,8 @@ class EngineWorker:
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
     ) -> Sequence[GenerateResult | LostRequest]:
-        """Submits requests. Then returns the results of finished requests, including the text, and
-        the lost requests; see Engine.submit and Engine.collect."""
+        """Submits `requests`, collects results, and adds the text to each result. Returns the
+        results and the lost requests; see Engine.submit and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
         results = self._engine.collect(wait_s)
@@ -86,7 +87,7 @@ class EngineWorker:
         return self._served.prompt_log_probs(sequences)
 
     def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
-        """Sets the layout of the buckets of all later weight updates."""
+        """Sets the bucket layouts for all later weight updates."""
         self._layouts = layouts
 
     def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:

@@ -1,8 +1,8 @@
 """Implements an in-process engine: a transformers model on the CPU, by default in float32. The
-engine is suitable for models of a few million parameters; use a server for larger models.
+engine is meant for models of a few million parameters. Use a server for larger models.
 
-The engine reads only the config in the Hugging Face folder. The weights come from the weight sync.
-The driver sends requests and receives results through the interface in engine.py.
+The engine reads the configs in the Hugging Face folder, but no weight files. The weights come from
+the weight sync. The driver sends requests and receives results through the interface in engine.py.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class LocalEngine(Engine):
         self._waiting.extend((request, params) for request in requests)
 
     def collect(self, wait_s: float) -> list[GenerateResult]:
-        """Decodes up to `max_batch` of the waiting requests, in the order of submission; see
-        Engine.
+        """Decodes up to `max_batch` of the waiting requests, oldest first; see Engine.
 
         Raises NonFiniteError if the logits are not finite.
         """
@@ -176,8 +175,8 @@ class LocalEngine(Engine):
     def _check_finite(
         self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]
     ) -> None:
-        """Raises NonFiniteError if a log-prob is not finite. The error names the first request with
-        such a log-prob."""
+        """Raises NonFiniteError if a log-prob is not finite. The error names the first request
+        whose log-probs are not all finite."""
         # one check for all responses
         if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):
             return
@@ -205,11 +204,12 @@ class LocalEngine(Engine):
 
 
 class WeightLedger:
-    """Records the parameters of one weight update. Checks that every parameter of `expected`, which
-    maps names to shapes, arrives exactly once.
+    """Records which parameters one weight update has delivered. Checks that every parameter in
+    `expected` arrives exactly once and in the right shape. `expected` maps parameter names to
+    shapes.
 
-    Servers report success even if an update contains an unknown name. This class therefore checks
-    the names and the completeness of an update.
+    An SGLang server reports success even if an update contains an unknown name. LocalEngine uses
+    this class to check the names and the completeness of an update.
     """
 
     def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:

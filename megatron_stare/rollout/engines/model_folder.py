@@ -1,5 +1,5 @@
-"""Reads a model's folder for rollouts (transformers config, stop tokens and tokenizer), and decodes
-sampled tokens to text. Never accesses the network."""
+"""Reads the transformers config, the stop tokens and the tokenizer from a model's folder, and
+decodes sampled tokens to text. Never accesses the network."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_stare.rollout.engines.engine import GenerateResult
 
 
 def read_model_config(model_path: str) -> Any:
-    """Returns the folder's transformers config. Raises DataError if the folder has no config.json,
-    or if the config.json cannot be loaded."""
+    """Returns the folder's transformers config. Raises DataError if config.json is missing from the
+    folder or cannot be loaded."""
     if not (Path(model_path) / "config.json").is_file():
         raise DataError(
             "no config.json here",
@@ -33,9 +33,9 @@ def read_model_config(model_path: str) -> Any:
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a response, in ascending order. The ids are the union
-    of the end-of-sequence ids in generation config, tokenizer and model config. The union is used
-    because these three sources disagree in published models.
+    """Returns the ids of the tokens that end a response, in ascending order. The result is the
+    union of the end-of-sequence ids in the generation config, the tokenizer and the model config. A
+    union is needed because these three sources disagree in some published models.
 
     Raises:
         DataError: none of the three sources names an end-of-sequence id.
@@ -51,8 +51,8 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """Returns the union of the end-of-sequence ids of the folder's model config and generation
-    config, in ascending order. The result may be empty.
+    """Returns all end-of-sequence ids in the folder's model config and generation config, in
+    ascending order. The result may be empty.
 
     Raises:
         DataError: the folder has no readable model config.
@@ -74,8 +74,8 @@ def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a Hugging Face folder. Raises DataError if the tokenizer cannot be
-    loaded from the folder. Downloads nothing."""
+    """Returns the tokenizer of a Hugging Face folder. Raises DataError if the folder's tokenizer
+    cannot be loaded. Downloads nothing."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -104,8 +104,8 @@ def add_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decodes tokens [n] without special tokens and without the stop token. Some tokenizers do not
-    treat their stop token as special, and verifiers must not see the stop token."""
+    """Decodes tokens [n] to text, and leaves out special tokens and the stop token. Some tokenizers
+    do not treat their stop token as special, and verifiers must not see the stop token."""
     body = ids[:-1] if finish_reason == "stop" else ids
     return tokenizer.decode(body.tolist(), skip_special_tokens=True)
 
@@ -113,10 +113,10 @@ def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedToken
 def sampled_text(
     trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Decodes only the tokens that the policy sampled, without the environment's tokens, special
-    tokens and stop tokens. If environment tokens or the start of a branch separate two parts of the
-    policy's text, the parts are put on separate lines. Otherwise the end of one part and the start
-    of the next part could together read as an answer that the policy never wrote."""
+    """Decodes the tokens that the policy sampled. Leaves out the environment's tokens, special
+    tokens and stop tokens. Starts a new line wherever environment tokens or the start of a branch
+    interrupt the policy's text. Without the new line, the end of one part and the start of the next
+    part could together read as an answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:
@@ -135,8 +135,8 @@ def sampled_text(
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the text of every token, including special tokens. The concatenation of these texts
-    is the text of the sequence. If several tokens together encode one character, the last of these
-    tokens gets the character and the other tokens get ""."""
+    is the text of the sequence. If several tokens together encode one character, the final one of
+    these tokens gets the character, and the other tokens get ""."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         # decoded together with the tokens before it, on which spaces and split characters depend

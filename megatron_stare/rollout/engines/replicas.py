@@ -1,4 +1,5 @@
-"""Makes a run's engines, one per replica, from the name in the configuration (`rollout.engine`)."""
+"""Makes the engines of a run, one per replica. The setting `rollout.engine` names the kind of
+engine."""
 
 from __future__ import annotations
 
@@ -52,13 +53,13 @@ class ServedMemory:
 
 
 class ReplicaPart(ABC):
-    """One part of a replica that spans several nodes. The part is on a node other than the node of
-    the replica's own worker. A worker on the part's node holds the part and is called by the
-    replica's own worker."""
+    """Part of a multi-node replica. Every node of the replica except the first node has one part.
+    Each part belongs to a separate worker on the part's node. The replica's own worker runs on the
+    first node and controls all parts."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
-        """Starts the part. If the part was started before, ends it first.
+        """Starts the part, or restarts the part if it was started before.
 
         Args:
             meeting: host:port of the rendezvous for all parts of the replica.
@@ -66,19 +67,19 @@ class ReplicaPart(ABC):
 
     @abstractmethod
     def ended(self) -> str | None:
-        """Describes how the processes of this part ended, and includes their last output. Returns
-        None if the processes still run or were never started."""
+        """Describes how this part's processes ended, and quotes the end of their output. Returns
+        None if this part's processes still run or were never started."""
 
     @abstractmethod
     def memory_mb(self) -> float:
-        """Returns the memory of the part's processes, in units of 10^6 bytes."""
+        """Returns the memory use of the part's processes, in units of 10^6 bytes."""
 
     @abstractmethod
     def stop(self) -> None:
         """Ends the part. Idempotent."""
 
     def close(self) -> None:
-        """Ends this part of the replica when the part's worker ends."""
+        """Ends the part when the part's worker ends."""
         self.stop()
 
 
@@ -86,11 +87,11 @@ class ReplicaPart(ABC):
 class Site:
     """Nodes of a replica.
 
-    parts: the workers that hold the replica's parts on the other nodes, in node order; None if the
+    parts: workers that hold the replica's parts on nodes 1, 2 and so on, in this order; None if the
         replica is on one node.
-    address: address at which the run's other processes reach the replica. The address belongs to
-        the node of the replica's own worker.
-    others: addresses of the replica's other nodes.
+    address: address of the replica's first node, at which the run's other processes reach the
+        replica.
+    others: addresses of the replica's other nodes, in node order.
     """
 
     parts: Workers | None = None
@@ -116,8 +117,8 @@ class Route:
 
 
 class Replica(ABC):
-    """An engine that is starting. The constructor starts everything that takes long to start, such
-    as a server, and does not wait. All replicas of a run therefore start in parallel.
+    """An engine that is starting. The constructor starts everything that starts slowly, such as a
+    server, without waiting. All replicas of a run therefore start in parallel.
 
     Args:
         number: number of the replica in the run.
@@ -139,14 +140,14 @@ class Replica(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends everything that the constructor started. `close` may be called several times, and
-        may be called after the engine was closed."""
+        """Ends everything that the constructor started. `close` can be called several times, even
+        after the engine was closed."""
 
     @classmethod
     @abstractmethod
     def check(cls, config: Config, shape: ModelShape) -> None:
-        """Raises ConfigError if the configuration has an error that can be found before anything is
-        started."""
+        """Raises ConfigError for configuration errors that can be found without starting
+        anything."""
 
     @classmethod  # noqa: B027 - most engines receive buckets, which reach any node
     def check_sync(cls, config: Config) -> None:
@@ -160,8 +161,8 @@ class Replica(ABC):
 
     @classmethod
     def route(cls, config: Config) -> Route | None:
-        """Returns the path by which ranks send weights to replicas that the run starts. Returns
-        None if ranks pass buckets to workers."""
+        """Returns the Route by which the trainer's ranks send weights to the replicas that the run
+        starts. Returns None if the engines' workers receive the weights in buckets."""
         return None
 
     @classmethod
@@ -171,14 +172,14 @@ class Replica(ABC):
 
     @classmethod
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
-        """Returns the installed release of the server software, and the supported releases. Returns
+        """Returns the installed release and the supported releases of the server software. Returns
         None if the run starts no server."""
         return None
 
     @classmethod
     def python(cls, config: Config) -> str | None:
-        """Returns the Python interpreter of the environment in which servers are started. Returns
-        None if the run starts no server.
+        """Returns the path of the Python interpreter that runs the servers. Returns None if the run
+        starts no server.
 
         Raises:
             ConfigError: the environment of the servers is not known.
@@ -187,38 +188,36 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """If the server software is not installed on this machine, returns a reduced configuration
-        that `check` can still check. Returns None if the server software is installed, or if the
-        run starts no server on this machine."""
+        """Returns a reduced configuration that `check` can still check, if the server software is
+        not installed on this machine. Returns None if the server software is installed, or if the
+        run starts no server."""
         return None
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """Returns the number of GPUs that a replica needs in a cluster, or 0 if a replica needs no
-        GPU."""
+        """Returns the number of GPUs that each replica needs, or 0 if replicas need no GPU."""
         return 0
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """Returns the number of nodes over which a replica's GPUs are spread evenly. If there are
-        several nodes, `part` makes the replica's part on every node except the first. The replica's
-        Site lists the workers that hold the parts."""
+        """Returns the number of nodes over which a replica's GPUs are spread evenly. For a
+        multi-node replica, `part` makes the replica's part on every node except the first. The
+        replica's Site lists the workers that hold the parts."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes one part of a replica that spans several nodes, but does not start the part.
-        `number` is the index of the replica. `node` is the index of the part's node among the
-        replica's nodes, and `address` is the address of the part's node. Node 0 is the node of the
-        replica's own worker, so `node` is at least 1."""
+        """Makes one part of a multi-node replica without starting the part. `number` is the index
+        of the replica. The part runs on the replica's node number `node`, whose address is
+        `address`. `node` is at least 1, because the replica's own worker runs on node 0."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
 class InProcess(Replica):
-    """An engine that is an object in its worker's process: LocalEngine or a user's subclass of
-    Engine. The engine's class is called with `model_path`, `max_batch`, `threads`, the trainer's
-    `dtype`, and the engine's settings. The engine's settings are the other keyword-only parameters
-    of the class. The engine computes on the CPU and sees no GPU."""
+    """Engine that runs in its worker's own process: LocalEngine or a user's subclass of Engine. The
+    engine's class is called with `model_path`, `max_batch`, `threads`, the trainer's `dtype`, and
+    the engine's settings. All other keyword-only parameters of the class are settings of the
+    engine. The engine computes on the CPU and sees no GPU."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
         made: Callable[..., Engine] = kind  # the constructors of subclasses differ
@@ -301,13 +300,12 @@ def replica_count(config: Config) -> int:
 
 
 def replica_gpus(config: Config) -> int:
-    """Returns the number of GPUs that each replica of a run needs in a cluster with GPUs, or 0 if a
-    replica needs no GPU."""
+    """Returns the number of GPUs that each replica of a run needs, or 0 if replicas need no GPU."""
     return _kind(config).gpus(config)
 
 
 def replica_nodes(config: Config) -> int:
-    """Returns the number of nodes of each replica of a run."""
+    """Returns the number of nodes that each replica of a run spans."""
     return _kind(config).nodes(config)
 
 
@@ -336,8 +334,8 @@ def server_python(config: Config) -> str | None:
 
 
 def _settings(config: Config, kind: type[Engine] | type[Replica]) -> dict[str, Any]:
-    """Returns the engine's own settings. The run itself passes `model_path`, `max_batch`, `threads`
-    and `dtype` to an in-process engine."""
+    """Returns the engine's own settings. Leaves out `model_path`, `max_batch`, `threads` and
+    `dtype`, which the run itself passes to an in-process engine."""
     return settings_of(
         config.rollout.engine, kind, WHERE, ("model_path", "max_batch", "threads", "dtype")
     )

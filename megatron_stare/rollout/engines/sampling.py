@@ -2,8 +2,8 @@
 position).
 
 The noise of a response therefore does not depend on the batch, on the engine, or on a restart. The
-keys of the noise come from the requests. The caller, decode.py, passes logits and gets tokens and
-log-probs.
+noise keys are computed from the requests. The caller, decode.py, passes logits and gets back tokens
+and log-probs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _BLOCK = 1 << 22
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Returns, for every row [B], the part of the noise key that is the same at every position of a
-    response.
+    """Returns each row's noise key [B], before the token's position is mixed in.
 
     Args:
         step: step in which a response began, one number for all rows or [B].
@@ -54,8 +53,9 @@ def absorb(
     """Mixes one more word into the state with splitmix64. `word` is a vector [B], or one number for
     all rows.
 
-    With a fixed word, the function is a bijection of the state. With a fixed state, the function is
-    a bijection of the word. Keys that differ in one component therefore never collide.
+    For each fixed word, this function is a bijection on the states. For each fixed state, this
+    function is a bijection on the words. Keys that differ in exactly one component therefore never
+    collide.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -114,9 +114,9 @@ def _choose(
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Returns [B, V] probabilities, in which only the likeliest tokens keep their probabilities and
-    all other tokens have probability 0. The likeliest tokens are the smallest set of tokens whose
-    probabilities sum to at least top_p. Among equally likely tokens the lower id comes first."""
+    """Returns the probabilities [B, V] with 0 for all tokens except the likeliest tokens. The
+    likeliest tokens are the smallest set of tokens whose probabilities sum to at least top_p. If
+    tokens are equally likely, the token with the lower id is kept first."""
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -5,8 +5,8 @@ allow. An engine that is DIRTY, RELEASED or DEAD becomes HEALTHY or UNPROVED onl
 In the state UPDATING, the engine receives a complete weight sync. This module also tracks which
 parts of an engine's memory are released.
 
-FleetHealth (rollout/fleet/health.py) is the run's view of an engine. FleetHealth reads an
-EngineState once, when a replica comes up. Afterwards FleetHealth relies on the results of calls,
+FleetHealth (rollout/fleet/health.py) is the run's view of an engine. The fleet reads an engine's
+EngineState only when the replica comes up. Afterwards FleetHealth relies on the results of calls,
 because a lost engine cannot report its own loss.
 """
 
@@ -67,8 +67,8 @@ def publishes(state: EngineState) -> bool:
 
 
 def require(state: EngineState, needed: EngineState, action: str) -> None:
-    """Checks that an engine's `state` equals `needed`. If `needed` is HEALTHY, UNPROVED is accepted
-    too.
+    """Checks that an engine's `state` equals `needed`. If `needed` is HEALTHY, the state UNPROVED
+    is accepted too.
 
     Raises:
         EngineStateError: the state differs. The message names the state and says how the engine can
@@ -94,8 +94,8 @@ MEMORY = ("weights", "cache")
 
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Adds `parts` to the released parts of an engine's memory (see MEMORY). Returns all released
-    parts. `released` contains the parts that were released before.
+    """Adds `parts` to the set of released memory parts (see MEMORY). Returns all released parts.
+    `released` contains the parts that were released before.
 
     Raises:
         EngineStateError: one of `parts` is released already.
@@ -108,8 +108,8 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
 
 
 def resume(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Removes `parts` from the released parts of an engine's memory (see MEMORY). Returns the parts
-    that are still released.
+    """Removes `parts` from the set of released memory parts (see MEMORY). Returns the parts that
+    are still released.
 
     Raises:
         EngineStateError: one of `parts` was not released, or the cache would be resumed before the

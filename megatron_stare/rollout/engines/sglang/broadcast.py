@@ -1,9 +1,10 @@
 """Broadcasts weights in a process group that consists of one sender and all servers. The sender is
-rank 0 of the group. The ranks of the first server come next, then the ranks of the second server,
-and so on. The order does not depend on the machines of the servers.
+rank 0 of the group. The group's other ranks are the ranks of the first server, then the ranks of
+the second server, and so on. The machines on which the servers run do not affect the order of the
+ranks.
 
-Each sender makes its own group over a TCP store. The sender does not register this group with
-torch.distributed, because the sender is a rank of the trainer and already has another default
+Each sender forms its own process group through a TCP store. The sender does not register this group
+with torch.distributed, because the sender is a rank of the trainer and already has its own default
 group.
 """
 
@@ -61,8 +62,8 @@ class BroadcastSync(WeightSync):
             await self._join(layouts)
 
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
-        """Makes the group. Joining blocks until all members join, so this process joins in a thread
-        while it asks the servers to join."""
+        """Makes the group. Joining the group blocks until all members have joined. This process
+        therefore joins in a separate thread, and asks the servers to join at the same time."""
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()
@@ -160,8 +161,8 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns, for each server, the group rank of the server's rank 0. The group rank of the
-    server's rank n is higher by n. The last entry of the list is the size of the group."""
+    """Returns the group rank of each server's rank 0. The group rank of a server's rank n is higher
+    by n than the group rank of its rank 0. The final entry of the list is the size of the group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 
@@ -191,8 +192,8 @@ def address_facing(urls: Sequence[str]) -> str:
 
 
 def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
-    """Makes a TCP store that listens only on `address`. By default a store of torch listens on all
-    addresses of the machine."""
+    """Makes a TCP store that listens only on `address`. By default, torch's TCP store listens on
+    all addresses of the machine."""
     listening = socket.create_server((address, 0))
     port = listening.getsockname()[1]
     # the store owns the socket from here on
@@ -209,7 +210,7 @@ def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenates the tensors' bytes. If the tensors are adjacent in memory, returns a view of
-    this memory, without a copy."""
+    their memory instead of a copy."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     start = pieces[0]
     end = start.data_ptr()

@@ -39,7 +39,8 @@ ABORT_S = 10.0  # time limit for aborting requests that nobody waits for any mor
 
 
 class UnansweredError(SGLangError):
-    """Raised if a call was not answered. A retry at this server or at another server may succeed.
+    """Raised if a call got no answer, or an answer with a temporary error. A retry at this server
+    or at another server can succeed.
 
     late: True if the call's time limit passed.
     """
@@ -58,8 +59,8 @@ class NotJsonError(SGLangError):
 class SGLangClient:
     """HTTP client of one server.
 
-    Every method waits for one answer. The method stops waiting when the connection ends, or after
-    `timeout_s`.
+    Every method sends a request and waits for the answer. A method stops waiting if the connection
+    breaks, or after `timeout_s` seconds.
 
     Args:
         url: URL of the server, without a path.
@@ -172,10 +173,10 @@ class SGLangClient:
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """Generates a long response and returns `read(answer)`, where `answer` is the server's
-        parsed answer. `read` must not keep a reference to the answer.
+        """Generates a long response, parses the server's answer, and returns `read(answer)`. `read`
+        must not keep a reference to the answer.
 
-        The request goes to the router if there is a router.
+        The request goes to the router if the client has a router.
 
         Raises:
             UnansweredError: the response is lost. A retry at this server or at another server may
@@ -201,8 +202,7 @@ class SGLangClient:
     async def asks_for_key(self) -> bool:
         """Returns True if the server refuses a request without the key.
 
-        One request is enough, because SGLang protects all endpoints of a server in the same way,
-        except /health.
+        One request is enough, because SGLang protects all endpoints except /health in the same way.
         """
         headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
         status, _ = await self._request("GET", "/model_info", headers, None)
@@ -213,8 +213,8 @@ class SGLangClient:
         return await self.get("/server_info")
 
     async def abort(self, rid: str | None = None) -> None:
-        """Aborts one request, or all requests if `rid` is None. An aborted request returns the
-        tokens that it has sampled so far."""
+        """Aborts one request, or all requests if `rid` is None. The server answers an aborted
+        request with the tokens that were sampled before the abort."""
         await self._call(
             "POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True}
         )
@@ -222,7 +222,7 @@ class SGLangClient:
     async def pause(self, mode: PauseMode) -> None:
         """Stops sampling. The mode `abort` ends requests in flight. The mode `retract` interrupts
         requests in flight. When sampling resumes, the server recomputes the cache of the
-        interrupted requests and continues them."""
+        interrupted requests and continues these requests."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -250,8 +250,8 @@ class SGLangClient:
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Allocates released memory again. The contents of the memory are undefined. This call
-        crashes the server if the memory was not released before."""
+        """Allocates released memory again. The contents of the allocated memory are undefined. This
+        call crashes the server if the memory was not released before."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:
@@ -261,15 +261,16 @@ class SGLangClient:
         await self.post("/end_weight_update", {})
 
     async def publish_version(self, version: str) -> None:
-        """Sets the version that the server reports for all later tokens."""
+        """Sets the weight version that the server reports for all tokens sampled from now on."""
         await self.post(
             "/update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Returns SGLang's checksums of the parameters of each tensor-parallel rank, on all nodes.
-        The keys are SGLang's parameter names. With attention data parallelism, every group of ranks
-        reports the checksums of all ranks, and the reports must agree."""
+        """Returns one dict of SGLang's parameter checksums for each tensor-parallel rank, including
+        the ranks on other nodes. The keys are SGLang's parameter names. With attention data
+        parallelism, every group of ranks reports the checksums of all ranks, and the reports must
+        agree."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks: dict[int, dict[str, str]] = {}
         for each in answer["ranks"]:
@@ -292,7 +293,7 @@ class SGLangClient:
 
 
 def _tags(parts: Collection[str]) -> list[str]:
-    """Returns SGLang's names for parts of MEMORY."""
+    """Returns SGLang's tags for the given parts of MEMORY."""
     return [tag for part in MEMORY if part in parts for tag in TAGS[part]]
 
 
@@ -300,8 +301,8 @@ def _tags(parts: Collection[str]) -> list[str]:
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
     for every token, and no reference cycles. The garbage collector would therefore find nothing to
-    free in an answer. It would still traverse the lists of every answer and, once every few
-    answers, all objects of the process."""
+    free in an answer. The garbage collector would still traverse the lists of every answer and,
+    after every few answers, all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

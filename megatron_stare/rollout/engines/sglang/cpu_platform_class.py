@@ -1,5 +1,5 @@
-"""Defines the platform that cpu_platform.py names. Imports sglang, so it works only in the server's
-environment."""
+"""Defines CpuPlatform, the platform class that cpu_platform.py names. This module imports sglang,
+so only the server's environment can import this module."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION
 
 
 class CpuPlatform(SRTPlatform):
-    """SGLang's platform for a CPU that runs SGLang's plain torch code. The platform reports the
-    memory of the whole machine."""
+    """SGLang platform that runs SGLang's plain torch code on a CPU. The platform reports the memory
+    of the whole machine."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"

@@ -21,8 +21,8 @@ PREFIX = "megatron-stare-weights-"
 
 
 class DiskSync(WeightSync):
-    """Writes a Hugging Face folder that the servers load. Every sender writes its own files, one
-    per bucket. A file receives its final name once it is complete.
+    """Writes the weights to a Hugging Face folder, which the servers then load. Every sender writes
+    its own files, one per bucket. A file gets its final name only after it is complete.
 
     Args:
         companions: model folder whose config files are copied into the folder of the weights.
@@ -98,8 +98,8 @@ class DiskSync(WeightSync):
 
 
 class _whole:
-    """Writes a file under a temporary name during a `with` block. The file gets its final name if
-    the block succeeds."""
+    """Keeps a file under a temporary name during a `with` block. The file gets its final name if
+    the block succeeds, and is deleted if the block fails."""
 
     def __init__(self, file: Path, ending: str) -> None:
         self._file, self.path = file, file.with_name(file.name + ending)
@@ -127,7 +127,7 @@ def _unwritten(where: Path, error: OSError) -> UserError:
 
 
 def drawn_folder(parent: str | None) -> Path:
-    """Returns the path of a new, unique folder, which does not exist yet.
+    """Returns a unique path for a new folder, but does not create the folder.
 
     Args:
         parent: parent of the folder; None: the system's temporary folder.

@@ -1,9 +1,9 @@
-"""Computes the checksums that the ranks of an SGLang server report if the ranks hold the sent
-weights. Pure.
+"""Computes, from the sent weights, the checksums that the ranks of an SGLang server must report.
+Pure.
 
 SGLang stacks some Hugging Face tensors into one parameter, and shards each parameter over the
 server's ranks. Each rank reports a hash of its shard of every parameter. This module therefore
-hashes the shards of the sent tensors in SGLang's stacking order. The hashes of every rank are
+hashes the shards of the sent tensors in SGLang's stacking order. The hashes of all ranks are
 compared. The parameter names are compared too, because a server reports success even for an unknown
 name.
 """
@@ -26,7 +26,7 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 @dataclass
 class Stack:
-    """Unfinished hash of one parameter of a rank. The parts of the parameter are added as they
+    """Unfinished hash of one parameter on one rank. The parts of the parameter are added as they
     arrive. The experts of a layer may come from several senders, and each sender hashes its own
     experts. On servers with GPUs the hash is a sum over positions, so the hashes of several senders
     can be merged."""
@@ -67,7 +67,7 @@ class Stack:
         return not self.early and self.count in (None, self.hashed)
 
     def joined(self, other: Stack) -> Stack:
-        """Merges this Stack with another sender's Stack of the same parameter. The two Stacks hold
+        """Merges this Stack with another sender's Stack of the same parameter. The two Stacks cover
         the matrices of different experts. Works only with TiledDigest, which is the hash for
         servers on GPUs."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
@@ -77,7 +77,7 @@ class Stack:
 
 
 class Fingerprint:
-    """Hashes a weight update incrementally, for servers of one layout.
+    """Hashes a weight update tensor by tensor, for servers that share one layout.
 
     Args:
         shape: shape of the model. The model's family defines how tensors are stacked and sharded.
@@ -108,13 +108,14 @@ class Fingerprint:
             )
 
     def checksums(self) -> list[dict[str, str]]:
-        """Returns the checksums that each rank must report, by SGLang's parameter names. Leaves out
-        a parameter if parts of the parameter are missing. Call this method once, at the end."""
+        """Returns one dict per rank, which maps SGLang's parameter names to the checksums that the
+        rank must report. Leaves out parameters of which a part is missing. Call this method only
+        once, after all tensors were added."""
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Returns this sender's part of `checksums`. For servers on GPUs, the result contains
-        Stacks for the matrices of experts. These Stacks are later merged with the Stacks of other
+        """Returns this sender's contribution to the checksums. For servers on GPUs, parameters of
+        experts are returned as unfinished Stacks, which are later merged with the Stacks of other
         senders."""
         return [
             {
@@ -127,8 +128,8 @@ class Fingerprint:
 
 
 def checksums_of(ranks: Sequence[Mapping[str, str | Stack]]) -> list[dict[str, str]]:
-    """Returns the checksums by rank and parameter name. Leaves out a parameter if parts of the
-    parameter are missing."""
+    """Returns the checksums by rank and parameter name. Leaves out parameters of which a part is
+    missing."""
     return [
         {
             n: s if isinstance(s, str) else s.digest.hexdigest()
@@ -144,8 +145,8 @@ def _lacks(stack: str | Stack) -> bool:
 
 
 def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
-    """Compares the checksums of the weights that a server's ranks hold with the checksums of the
-    sent weights. Returns one line per difference."""
+    """Compares the checksums that a server's ranks report with the checksums of the sent weights.
+    Returns one line per difference."""
     if len(sent) != len(held):
         return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
     return [

@@ -1,7 +1,7 @@
-"""Checks that SGLang's own parser accepts a run's additional arguments. Checks also that the
-additional arguments do not change arguments that the run sets itself.
+"""Checks that SGLang's own parser accepts the flags that the user adds (sglang.flags). Also checks
+that the user's flags do not change arguments that this project sets itself.
 
-`refused_flag` starts a process in SGLang's environment that runs this module:
+`refused_flag` runs this module in a new process with SGLang's environment:
 
     python -m megatron_stare.rollout.engines.sglang.flag_check '{"own": [...], "flags": [...]}'
 """
@@ -32,8 +32,8 @@ _NOT_TO_BE_SET = {
 
 @lru_cache(8)
 def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str | None:
-    """Returns a description of what is wrong with the flags, or None if nothing is wrong. The call
-    takes about ten seconds, because a Python process imports SGLang.
+    """Returns a description of the problem with the flags, or None if the flags are valid. The call
+    takes about ten seconds, because it starts a Python process that imports SGLang.
 
     Args:
         python: Python of SGLang's environment.

@@ -1,5 +1,5 @@
-"""Describes the machine and the visible GPUs of a process. Machine and GPUs determine the memory
-handles that the process can open."""
+"""Describes the machine and the visible GPUs of a process. The machine and the GPUs determine which
+memory handles the process can open."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Place:
-    """A machine, and the UUIDs of the GPUs that a process on this machine sees. `host` and `gpus`
-    are empty if their values are unknown.
+    """Machine of a process, and the UUIDs of the GPUs that the process sees. `host` and `gpus` are
+    empty if their values are unknown.
 
-    others: addresses of the other machines on which a server has ranks.
+    others: addresses of the other machines on which the server has ranks.
     """
 
     host: str = ""
@@ -38,9 +38,9 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """Returns a text that identifies this machine or container. The text consists of host name,
-    boot id, network namespace and shared memory. Any two machines or containers differ in at least
-    one of these four."""
+    """Returns a text that identifies this machine or container. The text names the host, the boot
+    id, the network namespace and the shared memory. Any two machines or containers differ in at
+    least one of these four values."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))
@@ -64,13 +64,13 @@ def here(device: torch.device) -> Place:
 
 def seen_here() -> Place:
     """Returns the Place that consists of this machine and every GPU visible to this process.
-    Servers that this process starts see the GPUs that this process sees."""
+    Servers started by this process see the same GPUs as this process."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return Place(this_host(), tuple(uuid_of(number) for number in gpus))
 
 
 def require_reach(server: Place, sender: Place, url: str) -> None:
-    """Raises ConfigError unless the server's ranks can open memory handles of the sender's GPU.
+    """Raises ConfigError if the server's ranks cannot open memory handles of the sender's GPU.
     SGLang searches for the sender's GPU among the GPUs that the server sees, and crashes if the
     sender's GPU is missing."""
     fix = "sglang.sync=distributed reaches servers on any machine and GPU"
@@ -103,9 +103,10 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
 def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
-    """Assigns one rank of the trainer to every rank of every server. The server's rank can open the
-    memory of the trainer's rank. On GPUs, both ranks are on the same GPU. On CPUs, both ranks are
-    on the same machine, and the trainer's ranks on this machine are assigned in turn.
+    """Assigns one trainer rank to every rank of every server. A server rank can open the memory of
+    its trainer rank. On GPUs, a server rank and its trainer rank are on the same GPU. On CPUs, a
+    server rank and its trainer rank are on the same machine, and the machine's trainer ranks are
+    assigned in turn.
 
     Args:
         servers: URL, place and layout of each server. The place of a server on GPUs lists the GPUs

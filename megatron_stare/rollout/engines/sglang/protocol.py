@@ -1,8 +1,8 @@
 """Builds requests to SGLang servers and parses the servers' answers. The module follows the
-observed behaviour of the supported versions. Pure: no I/O.
+observed behaviour of the supported SGLang releases. Pure: no I/O.
 
-This module makes the bodies of HTTP requests from the engine's requests. The client (client.py)
-sends the bodies. `result_of` parses the server's answers.
+This module turns the engine's requests into bodies of HTTP requests. The client (client.py) sends
+these bodies to the server. `result_of` parses the server's answers.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 
 def check_precision(arguments: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a server that computes in 8 bits. The normal log-prob difference
-    between an 8-bit server and the trainer is unknown. A difference from rounding could therefore
-    not be distinguished from a difference from wrong weights.
+    """Raises ConfigError if a server uses 8-bit quantization or an 8-bit key/value cache. The
+    normal log-prob difference between an 8-bit server and the trainer is unknown. Rounding errors
+    could therefore not be distinguished from wrong weights.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -81,14 +81,14 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
 
 
 def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> None:
-    """Raises ConfigError if the server uses speculative decoding and the generated tokens are not
-    samples from the model. Also raises ConfigError for every algorithm except NGRAM, because a
+    """Raises ConfigError if speculative decoding makes a server return tokens that are not samples
+    from the model. Also raises ConfigError for every speculative algorithm except NGRAM, because a
     weight sync to a server with a draft model was never tried.
 
-    The agreement checks would not detect tokens that are not samples from the model, because the
-    log-probs of such tokens are right. According to SGLang's source (eagle_utils.py, 0.5.23),
-    verification on CPUs takes the likeliest token at every temperature. On CUDA the tokens are
-    exact samples if both acceptance thresholds are 1.
+    Comparing log-probs with the trainer does not detect tokens that are not samples from the model,
+    because the log-probs of these tokens are right. On CPUs, SGLang's verification of drafts takes
+    the likeliest token at every temperature (eagle_utils.py, 0.5.23). On CUDA, speculative decoding
+    returns exact samples if both acceptance thresholds are 1.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -123,11 +123,10 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
 
 
 def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
-    """Returns a seed of 31 bits that depends only on (seed, step, prompt cursor, sample index,
-    branch).
+    """Returns a 31-bit seed that depends only on (seed, step, prompt cursor, sample index, branch).
 
-    SGLang's noise depends on the seed and on a token's position after its context. Tokens of two
-    branches may have the same position, so each branch has its own seed.
+    SGLang's sampling noise depends on the seed and on the token's position in the sequence. Tokens
+    of two branches can have the same position, so each branch has its own seed.
     """
     step = params.step if request.noise_step is None else request.noise_step
     keys = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
@@ -142,8 +141,8 @@ def sampling_fields(
     max_new_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Returns a value for every sampling field that affects a response. No default of the server's
-    release or of the model folder applies.
+    """Returns a value for every sampling field that affects a response. Defaults of the server's
+    release and of the model folder therefore never apply.
 
     The distribution is truncated only in evaluation, and only by top-p. In training, truncation
     would make the engine's distribution differ from the trainer's distribution. Top-k is set only
@@ -199,8 +198,8 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
 
 
 def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    """Returns the body of a POST /generate request for the log-probs, at temperature 1, of all
-    `tokens` except the first token."""
+    """Returns the body of POST /generate that requests the log-probs, at temperature 1, of all
+    `tokens` except the first."""
     fields = SamplingParams(
         temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True
     )
@@ -218,8 +217,8 @@ def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
 def read_prompt_log_probs(
     answer: Mapping[str, Any], tokens: Sequence[int], where: str
 ) -> list[float]:
-    """Parses the answer to a request with `prompt_body`. Returns the log-prob, in nats, of every
-    token except the first."""
+    """Parses the answer to a request whose body `prompt_body` made. Returns the log-prob, in nats,
+    of every token except the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
     # for the vocabulary's last id the server returns the right log-prob, but the id 0
@@ -282,8 +281,9 @@ def result_of(
 
 
 def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str) -> Tensor:
-    """Reads the routed experts of the first `tokens` tokens. The last token of a response has no
-    experts, because the server's model never took this token as input."""
+    """Reads the experts to which the first `tokens` tokens of a sequence were routed. The last
+    token of a response has no experts, because the server's model never took this token as
+    input."""
     if not isinstance(encoded := meta.get("routed_experts"), str):
         raise SGLangError(
             "the server named no experts",
@@ -305,16 +305,17 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
 def _column(
     values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
 ) -> Tensor:
-    """Returns a tensor [n] of the n `values`. If `of` is given, applies `of` to each value first.
-    Uses numpy, because numpy reads Python numbers ten times faster than torch."""
+    """Converts the n `values` to a tensor [n]. If `of` is given, applies `of` to each value before
+    the conversion. Uses numpy, because numpy converts Python numbers ten times faster than
+    torch."""
     return torch.from_numpy(
         np.fromiter(values if of is None else map(of, values), dtype, len(values))
     )
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
-    """Reads the versions of the weights that sampled the `tokens` tokens of an answer. The versions
-    are in the spans of the answer's meta_info."""
+    """Reads which weight versions sampled the `tokens` tokens of an answer. The answer's meta_info
+    gives the version of each span of tokens."""
     runs: list[tuple[int, int]] = []
     end = 0
     for span in meta.get("weight_versions") or []:
@@ -345,8 +346,8 @@ def _finish_reason(
 
 
 def check_stop(answer: dict[str, Any], token: int, where: str) -> None:
-    """Raises SGLangError unless `token` is the only token of the answer, has a log-prob, and is
-    reported as the reason for the stop."""
+    """Checks that `token` is the only token of the answer, has a log-prob, and is reported as the
+    reason for the stop. Raises SGLangError if any of these checks fails."""
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason = meta["finish_reason"]
     sampled = [entry[1] for entry in meta.get("output_token_logprobs") or []]

@@ -1,5 +1,5 @@
 """Makes an SGLang engine from a run's configuration. Starts a server, or attaches to a running
-server. Makes the client of the server, and the weight sync."""
+server. Makes the server's client and the weight sync."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class SGLangReplica(Replica):
         )
 
     def engine(self) -> SGLangEngine:
-        """See Replica. Waits until the server answers. If the server does not answer or cannot be
-        used, nothing is left running."""
+        """See Replica. Waits until the server answers. Leaves nothing running if the server does
+        not answer or cannot be used."""
         config, loop = self._config, asyncio.new_event_loop()
         target = servers_target(config)
         with contextlib.ExitStack() as stack:
@@ -165,7 +165,8 @@ class SGLangReplica(Replica):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """See Replica. Drops the user's flags, because only the servers' Python can check them."""
+        """See Replica. Drops the user's flags, because only SGLang's own parser can check the
+        flags."""
         try:
             if config.sglang.urls or Path(sglang_python(config)).exists():
                 return None
@@ -177,8 +178,8 @@ class SGLangReplica(Replica):
     @classmethod
     def gpus(cls, config: Config) -> int:
         """See Replica. Returns 0 if the run attaches to running servers, or if the servers run on
-        the CPU. With simulated GPUs (runtime.gpu_resource), CPU servers are placed like GPU
-        servers."""
+        the CPU. If GPUs are simulated (runtime.gpu_resource), a CPU server counts as a GPU
+        server."""
         simulated = (
             config.runtime.gpu_resource != RuntimeConfig.model_fields["gpu_resource"].default
         )
@@ -195,8 +196,7 @@ class SGLangReplica(Replica):
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if the configuration has an error that can be found before a server is
-    started."""
+    """Raises ConfigError for configuration errors that can be found without starting a server."""
     if config.sglang.urls:
         check_lengths(config, shape)
         check_attached(config)
@@ -214,8 +214,8 @@ def check_servers(config: Config, shape: ModelShape) -> None:
 
 
 def server_flags(config: Config) -> dict[str, str]:
-    """Returns the flags that servers must have been started with, as a dict. The value of a flag is
-    the setting of the run that requires the flag."""
+    """Returns the flags with which servers must have been started. The returned dict maps each flag
+    to the setting of the run that requires the flag."""
     wanted = {
         "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
         "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
@@ -225,9 +225,9 @@ def server_flags(config: Config) -> dict[str, str]:
 
 
 def sglang_python(config: Config) -> str:
-    """Returns the Python interpreter of SGLang's environment. The interpreter is named by the
-    setting or by the environment variable. If both are missing, the interpreter in the checkout is
-    used.
+    """Returns the Python interpreter of SGLang's environment. The setting `sglang.python` or the
+    environment variable MEGATRON_STARE_SGLANG_PYTHON names the interpreter. If neither the setting
+    nor the variable is set, returns the interpreter in the checkout's .venv-sglang.
 
     Raises:
         ConfigError: no source names an interpreter. A package that was installed from a wheel has
@@ -251,8 +251,8 @@ def sglang_python(config: Config) -> str:
 def server_options(
     config: Config, number: int = 0, node: int = 0, address: str = LOOPBACK
 ) -> ServerOptions:
-    """Returns the options with which server `number` of this run starts on the server's node
-    `node`. `address` is the address of this node."""
+    """Returns the options for the process of server `number` on the server's node number `node`.
+    `address` is the address of the node."""
     asked, device = config.sglang, server_device(config)
     process, processes = number * asked.nodes + node, config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -285,8 +285,7 @@ def server_options(
 
 
 def servers_target(config: Config) -> ServersTarget:
-    """Returns the target of the run's weight syncs, without any servers. The servers are added
-    later."""
+    """Returns a target for the run's weight syncs that does not contain any servers yet."""
     return ServersTarget(
         config.sglang.sync,
         config.runtime.timeout_s,
@@ -303,10 +302,11 @@ def served_dtype(config: Config) -> str:
 
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
-    """Predicts the memory of one rank of a server, for its shard of the weights and for its cache,
-    on a GPU of `capacity` bytes. The server may use a fraction of the GPU, and the cache takes the
-    part of this fraction that the weights leave free. If `sglang.cache_tokens` tokens need less
-    memory, the cache takes only the memory of these tokens."""
+    """Predicts how much memory one rank of a server uses on a GPU of `capacity` bytes. The rank
+    stores its shard of the weights and its part of the cache. The server uses at most a fraction of
+    the GPU (`sglang.memory_fraction`), and the cache takes the part of this fraction that the
+    weights leave free. If `sglang.cache_tokens` tokens need less memory, the cache takes only the
+    memory of these tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel

@@ -7,7 +7,7 @@ Started in SGLang's environment:
 
 The API key is passed in an environment variable, so other users of the machine do not see the key.
 The process that starts the server keeps the server's standard input open and never writes to it.
-When standard input closes, for whatever reason, the server exits.
+The server exits when its standard input closes for any reason.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SCRATCH_VARIABLE = "TMPDIR"  # the server's own folder, removed with it
 
 
 def _let_torchvision_import() -> None:
-    """If torchvision's own library does not load, defines the operators that `import torchvision`
-    needs.
+    """Defines the operators that `import torchvision` needs, if torchvision's own library does not
+    load.
 
-    The library in torchvision's CPU wheel may require CUDA libraries and therefore not load. If the
-    library loads, a static initialiser in the library defines the operators. The initialiser would
-    crash the process if the operators already existed. This function therefore first tries to
-    import torchvision.
+    The library in torchvision's CPU wheel can require CUDA libraries that are missing, and then the
+    library does not load. If the library loads, its static initialiser defines the operators. The
+    initialiser would crash the process if the operators already existed. This function therefore
+    tries to import torchvision before it defines any operator.
     """
     import torch
 
@@ -91,12 +91,12 @@ def _leave(code: int) -> NoReturn:
 
 
 def _guard(scratch: str) -> None:
-    """Forks a guard process outside this process group. The guard kills this process group once the
-    process that started the server is gone. Without the guard, some of SGLang's processes would
-    survive if this process and the process that started the server were both killed. Ray, for
+    """Forks a guard process outside this process group. The guard kills this process group when the
+    process that started the server ends. Without the guard, some of SGLang's processes would
+    survive if this process were killed together with the process that started the server. Ray, for
     example, kills an actor together with the processes that the actor started. The guard also kills
-    the group when only this process ends. In this case the server's log remains until the process
-    that started the server closes standard input."""
+    the group when only this process ends. The guard keeps the server's log until the process that
+    started the server closes standard input."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()
@@ -116,9 +116,9 @@ def _guard(scratch: str) -> None:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Removes the shared memory that a server's ranks leave behind when the ranks are killed. The
-    ranks' process group must still exist, because the process group identifies the ranks' files.
-    SGLang's file names are sgl_shm_<kind>_<process>_<random>."""
+    """Removes the shared memory that a server's killed ranks leave behind. The ranks' process group
+    must still exist, because the process group identifies the ranks' files. SGLang's file names are
+    sgl_shm_<kind>_<process>_<random>."""
     for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(file.name.split("_")[-2])) == group:

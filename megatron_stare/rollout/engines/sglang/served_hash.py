@@ -1,10 +1,10 @@
 """Computes the parameter hashes that SGLang servers report. A hash is computed incrementally from
 parts of the parameter. Servers on CPUs and servers on GPUs report different kinds of hashes.
 
-`/weights_checker` hashes a tensor on the tensor's device. On a CPU the hash is SHA-256. On a GPU a
-kernel computes the hash with integer arithmetic (`sglang.kernels.ops.memory.gpu_tensor_hash` of the
-supported releases). This module expresses the kernel's formula in torch integer operations, so that
-any device can compute the hash.
+SGLang's endpoint `/weights_checker` hashes each tensor on the tensor's device. On a CPU the hash is
+SHA-256. On a GPU a kernel computes the hash with integer arithmetic
+(`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). This module expresses the
+kernel's formula in torch integer operations, so that any device can compute the hash.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
 class Digest(Protocol):
-    """Hash of the concatenated bytes of tensors."""
+    """Incremental hash of the concatenated bytes of several tensors."""
 
     def update(self, part: Tensor) -> None:
         """Adds the elements of the tensor `part` in order. The tensor may have any dtype, shape and
@@ -38,8 +38,8 @@ class Digest(Protocol):
 
 
 def digest_on(device: str) -> Digest:
-    """Returns an empty hash of the kind that a server on `device` reports. `device` is the device
-    in the server's /server_info; torch calls AMD GPUs cuda too."""
+    """Returns an empty Digest of the kind that a server on `device` reports. `device` is the device
+    in the server's /server_info. The device of AMD GPUs is also called cuda."""
     return TiledDigest() if device == "cuda" else Sha256Digest()
 
 
@@ -63,12 +63,12 @@ class TiledDigest:
     Adding bytes does not synchronize with the device. Only `hexdigest` and pickling synchronize.
 
     The bytes are padded with zeros to n words of 32 bits. Word w at position i becomes fmix(w ^ (i
-    A + s) ^ rotl(i, r)), for two sets of constants (A, s, r). The function fmix is the last step of
-    MurmurHash3 (Appleby, 2011). For each set of constants, the words of each tile (8192 words) are
-    summed mod 2^32. A tile's value has 64 bits. The upper half is fmix(sum ^ 4n) for the first set
-    of constants. The lower half is fmix(sum ^ 4n) for the second set of constants. The hash is the
-    last step of splitmix64 (Steele, Lea and Flood, 2014) applied to the sum of the tiles' values
-    mod 2^64. The hash of an empty input is 0.
+    A + s) ^ rotl(i, r)), for two sets of constants (A, s, r). The function fmix is the finalizer of
+    MurmurHash3 (Appleby, 2011). For each set of constants, the mixed words of each tile (8192
+    words) are summed mod 2^32. A tile's value has 64 bits. The upper half of a tile's value is
+    fmix(sum ^ 4n) for the first set of constants. The lower half of a tile's value is fmix(sum ^
+    4n) for the second set of constants. The hash is the finalizer of splitmix64 (Steele, Lea and
+    Flood, 2014) applied to the sum of all tiles' values mod 2^64. The hash of an empty input is 0.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds a part at byte offset `start`. Parts may come in any order. If other parts were
-        added to another digest, `joined` merges the two digests. `start` and the part's size are
+        """Adds a part at byte offset `start`. Parts may come in any order. Parts can also be added
+        to several digests, which `joined` then merges. `start` and the part's size must be
         multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
@@ -107,8 +107,9 @@ class TiledDigest:
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling. The state has one sum per tile and is in host memory. A
-        digest is pickled to be joined with other digests in another process."""
+        """Returns the state for pickling. The state contains one pair of sums per tile, in host
+        memory. A digest is pickled so that another process can join the digest with other
+        digests."""
         first, sums = self._tiles()
         return {
             "_words": self._words,
@@ -129,8 +130,8 @@ class TiledDigest:
         return first, totals
 
     def _add(self, words: Tensor, position: int) -> None:
-        """Adds `words` to the sums of their tiles. The first words may fill up an open tile. Full
-        tiles follow, and the last words may open another tile."""
+        """Adds `words` to the sums of their tiles. `words` can begin and end in the middle of a
+        tile."""
         while words.numel():
             filled = position % _TILE
             if filled or words.numel() < _TILE:
@@ -163,8 +164,8 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _summed(words: Tensor, first: int) -> Tensor:
-    """Mixes the words [tiles, words] int32 with their positions, and returns the [tiles, 2] int64
-    sums of each tile. The first word has the position `first`."""
+    """Mixes the words [tiles, words] int32 with their positions, and returns each tile's two sums,
+    [tiles, 2] int64. The first word has the position `first`."""
     # int32 sums and products wrap around like the kernel's unsigned words
     at = (
         torch.arange(words.numel(), dtype=torch.int32, device=words.device)
@@ -180,7 +181,7 @@ def _summed(words: Tensor, first: int) -> Tensor:
 
 
 def _fmix(words: Tensor) -> Tensor:
-    """Applies the last step of MurmurHash3 to every 32-bit word, in place."""
+    """Applies the finalizer of MurmurHash3 to every 32-bit word, in place."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words ^= _shifted(words, shift)
         words *= _wrapped(factor)
@@ -189,13 +190,13 @@ def _fmix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shifts words to the right and fills them with zeros. The right shift of int32 would fill with
-    the sign bit."""
+    """Shifts words to the right and fills the free bits with zeros. torch's right shift of int32
+    would fill the free bits with the sign bit."""
     return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def _wrapped(value: int) -> int:
-    """Returns the 32 low bits as a signed number."""
+    """Returns the 32 low bits of `value` as a signed number."""
     return (value + 2**31 & _MASK32) - 2**31
 
 

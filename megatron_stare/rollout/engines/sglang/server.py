@@ -1,9 +1,9 @@
 """Starts SGLang servers on this machine, waits until the servers answer, and ends the servers.
 Removes everything that a server leaves behind.
 
-Each server is its own process group. A server runs serve.py in SGLang's environment. Each server
-has its own random key, and requires the key even on loopback. A server writes its output to a log.
-If a server dies, the error quotes the last part of the server's log.
+Each server runs in its own process group. A server runs serve.py in SGLang's environment. Each
+server has its own random API key, and requires this key even on loopback. A server writes its
+output to a log. If a server dies, the error quotes the end of the server's log.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class ServerProcess:
             pause(PROBE_EVERY_S)
 
     def memory_mb(self) -> float:
-        """Returns the sum of the proportional set sizes (Pss) of the server's processes, in units
-        of 10^6 bytes. A process that ends during the call counts as 0."""
+        """Returns the total proportional set size (Pss) of the server's processes, in units of 10^6
+        bytes. A process that ends during the call counts as 0."""
         total = 0
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
@@ -126,14 +126,14 @@ class ServerProcess:
         return total / 1e6
 
     def require_alive(self) -> None:
-        """Raises SGLangError if the server has ended. The error quotes the last part of the
-        server's log."""
+        """Raises SGLangError if the server has ended. The error quotes the end of the server's
+        log."""
         if (ended := self.ended()) is not None:
             raise SGLangError(f"the server {ended}", where=self.url)
 
     def ended(self) -> str | None:
-        """Describes how the server ended, and quotes the last part of the server's log. Returns
-        None if the server has not ended."""
+        """Describes how the server ended, and quotes the end of the server's log. Returns None if
+        the server has not ended."""
         code = self._process.poll()
         if code is None:
             return None
@@ -143,7 +143,7 @@ class ServerProcess:
 
     def lost_rank(self) -> str | None:
         """Looks for a killed rank process that SGLang's launcher did not notice. Returns a report
-        that quotes the last part of the log, or None if no killed rank is found."""
+        that quotes the end of the log, or None if no killed rank is found."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):
@@ -154,12 +154,12 @@ class ServerProcess:
         return None
 
     def last_words(self) -> str:
-        """Returns the last part of the server's log, with the server's key removed."""
+        """Returns the end of the server's log, with the server's API key masked."""
         return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
 
     def _said(self) -> str:
-        """Returns the end of the server's log, at most LOG_BYTES of whole lines. SGLang logs all
-        the time, so the file of a long run is large."""
+        """Returns the end of the server's log in whole lines, at most LOG_BYTES. SGLang logs
+        continuously, so the log of a long run is large."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             before = max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0)
             log.seek(before)
@@ -168,7 +168,7 @@ class ServerProcess:
         return ""
 
     def kill(self) -> None:
-        """Kills the server's process group at once, and keeps its log."""
+        """Kills the server's process group at once, and keeps the server's log."""
         remove_shared_memory(self.process_group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process_group, signal.SIGKILL)

@@ -52,14 +52,15 @@ OFF = ("", "0", "-1", "false", "no", "off")
 
 
 def server_device(config: Config) -> str:
-    """Returns the device type, cpu or cuda, of the servers that are started on this machine."""
+    """Returns the device type, cpu or cuda, of the servers that the run starts on this machine."""
     if config.sglang.device != "auto":
         return config.sglang.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> None:
-    """Raises ConfigError if a prompt and its response do not fit into a server's context.
+    """Raises ConfigError if the longest prompt and the longest response together do not fit into a
+    server's context.
 
     Args:
         bounds: limits on the context length, in addition to the model's own limit. A bound of None
@@ -90,8 +91,8 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
 
 
 def check_attached(config: Config) -> None:
-    """Raises ConfigError if the configuration does not suit the servers that the run attaches
-    to."""
+    """Raises ConfigError if settings contradict the running servers in `sglang.urls`, or if a key
+    for these servers is missing."""
     elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
     if elsewhere and not os.environ.get(API_KEY_VARIABLE):
         raise ConfigError(
@@ -119,8 +120,8 @@ def check_attached(config: Config) -> None:
 
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
     """Raises ConfigError if servers with these settings could not start, could not receive weights,
-    or would change samples. Also raises ConfigError if the servers would store the weights in a
-    form that cannot be compared with the trainer's weights."""
+    or would return altered samples or log-probs. Also raises ConfigError if the servers would store
+    the weights in a form that cannot be compared with the trainer's weights."""
     _check_cuts(config, shape, options)
     _check_host(config.sglang)
     _check_nodes(config, options)
@@ -149,8 +150,8 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
 
 
 def _check_channels(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError if servers and trainer would join one NCCL group with different numbers of
-    channels."""
+    """Raises ConfigError if servers and trainer would use different numbers of channels in one NCCL
+    group."""
     several = options.device == "cuda" and options.tensor > 1
     if several and options.seeds and config.sglang.sync == "distributed":
         raise ConfigError(
@@ -163,8 +164,8 @@ def _check_channels(config: Config, options: ServerOptions) -> None:
 
 
 def _check_variables(options: ServerOptions) -> None:
-    """Raises ConfigError if a variable in the servers' environment changes samples or the log-probs
-    of samples."""
+    """Raises ConfigError if an environment variable would make the servers return altered samples
+    or log-probs."""
     found = options.process_environment()
     for name, does in ALTERING.items():
         if found.get(name, "").lower() not in OFF:
@@ -243,8 +244,8 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
 
 
 def _check_host(asked: SGLangConfig) -> None:
-    """Raises ConfigError if the listening address is not an IPv4 address, or if the nodes of a
-    server cannot all listen on the address."""
+    """Raises ConfigError if `sglang.host` is not an IPv4 address, or if a node of a multi-node
+    server cannot listen on `sglang.host`."""
     if asked.host is None:
         return
     own = (
@@ -268,8 +269,8 @@ def _check_host(asked: SGLangConfig) -> None:
 
 
 def _check_nodes(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError for multi-node servers if the ranks do not divide evenly over the nodes,
-    or if the sync method could not send weights to ranks on other nodes."""
+    """Raises ConfigError if a server's ranks do not divide evenly over its nodes, or if the sync
+    method could not send weights to ranks on other nodes."""
     asked = config.sglang
     if options.tensor % options.nodes:
         raise ConfigError(
@@ -289,8 +290,8 @@ def _check_nodes(config: Config, options: ServerOptions) -> None:
 
 
 def check_sync(config: Config) -> None:
-    """Raises ConfigError for a sync method that cannot move weights from the trainer's ranks to
-    servers on GPUs."""
+    """Raises ConfigError if the method in `sglang.sync` cannot move weights from the trainer's
+    ranks to GPU servers that the run starts."""
     asked = config.sglang
     if asked.urls or server_device(config) == "cpu":
         return

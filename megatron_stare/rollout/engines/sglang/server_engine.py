@@ -83,12 +83,12 @@ FORCING = 1e4  # logit bias under which no other token is sampled
 
 
 class CacheRoom:
-    """Limits the number of requests at a server. The limit is the smaller of `most` and the number
-    of average-length requests that the server's cache can hold. When a request at the server has
-    ended, a waiting request is sent to the server.
+    """Limits the number of concurrent requests at a server. The limit is the smaller of `most` and
+    the number of average-length requests that the server's cache can hold. When a request at the
+    server ends, the next waiting request is sent to the server.
 
-    Without this limit, a request could wait for cache space in the server's queue. The request's
-    time limit (faults.requests.request_s) would run during this wait.
+    Without this limit, a request could wait for cache space in the server's queue. A wait in the
+    server's queue would count towards the request's time limit (faults.requests.request_s).
 
     Args:
         cache_tokens: capacity of the server's cache.
@@ -103,7 +103,7 @@ class CacheRoom:
 
     @property
     def size(self) -> int:
-        """Maximum number of requests at the server, at least 1."""
+        """Maximum number of concurrent requests at the server, at least 1."""
         return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:
@@ -134,8 +134,8 @@ class CacheRoom:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Admits waiting requests to the server, first come, first served. Several requests may be
-        admitted at once, because newly observed lengths change the limit."""
+        """Admits waiting requests to the server, first come, first served. Admits several requests
+        together if newly observed lengths have raised the limit."""
         while self._waiting and (self._waiting[0].done() or self._inside < self.size):
             if not (turn := self._waiting.popleft()).done():  # otherwise it was cancelled
                 turn.set_result(None)
@@ -234,8 +234,8 @@ class SGLangEngine(ServedEngine):
         self._at_first(lambda: probe_stop(client, self._stop_token_ids))
 
     def _at_first(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine during construction. If the coroutine fails because a server that the
-        run started has ended, the error says how the server ended."""
+        """Runs a coroutine during construction. If the run started the server and the server has
+        ended, the error says how the server ended."""
         try:
             return self._waited(make)
         except SGLangError:
@@ -272,8 +272,8 @@ class SGLangEngine(ServedEngine):
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine on the engine's loop. If the caller's thread already runs an event loop
-        (for example, under the inline runner), uses another thread."""
+        """Runs a coroutine on the engine's loop. Uses another thread if the caller's thread already
+        runs an event loop, for example under the inline runner."""
         if not _in_event_loop():
             return run_on(self._loop, make)
         # this block waits for the thread to end, so that the loop never runs twice at once
@@ -281,8 +281,8 @@ class SGLangEngine(ServedEngine):
             return thread.submit(run_on, self._loop, make).result()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
-        """See Engine. The sampling noise depends only on the request if the server honours seeds
-        (docs/sglang.md)."""
+        """See Engine. If the server honours seeds, a response's sampling noise depends only on the
+        request and `params` (docs/sglang.md)."""
         self._require_ready("generate")
         check_params(params)
         check_requests(requests, params, self.model_info())
@@ -296,8 +296,8 @@ class SGLangEngine(ServedEngine):
     async def _answer(
         self, request: GenerateRequest, params: SamplingParams, rid: str
     ) -> GenerateResult | LostRequest:
-        """Waits until the server has room for the request, and then waits for the response. The
-        response's time limit starts when the server has room for the request."""
+        """Waits until the server has room for the request, then sends the request and waits for the
+        response. The response's time limit starts when the request is sent."""
         routed = self._shape if params.return_experts else None
         async with self._room:
             try:
@@ -326,15 +326,16 @@ class SGLangEngine(ServedEngine):
         return result
 
     def collect(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """See Engine. Requests are sent and answers are received only during calls into this
-        engine, such as `collect`."""
+        """See Engine. The engine sends requests and receives answers only while one of its methods,
+        such as `collect`, runs."""
         if not self._under_way:
             return []
         return self._waited(lambda: self._first(wait_s))
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """Waits for the first answer, at most `wait_s`. If a request raises an error, all requests
-        in flight are cancelled. If the server is lost, reports all requests in flight as lost."""
+        """Waits up to `wait_s` seconds for at least one answer. If a request raises an error,
+        cancels all requests in flight and raises the error. If the server is lost, reports all
+        requests in flight as lost."""
         try:
             done = await self._watch.first_of(list(self._under_way), wait_s)
         except ServerGoneError as gone:
@@ -356,15 +357,15 @@ class SGLangEngine(ServedEngine):
             self._waited(self._forget)
 
     async def _forget(self) -> None:
-        """Cancels all requests in flight in this process. Also aborts the requests on the server if
-        the server still answers."""
+        """Cancels this process's tasks for all requests in flight. Also aborts the requests on the
+        server if the server still answers."""
         # a server that hangs must not delay the caller
         told = asyncio.wait_for(self._client.abort(), ABORT_S)
         await asyncio.gather(self._cancel(), told, return_exceptions=True)
 
     async def _cancel(self) -> None:
-        """Cancels the tasks of all requests in flight in this process. Does not abort the requests
-        on the server."""
+        """Cancels this process's tasks for all requests in flight. Does not abort the requests on
+        the server."""
         tasks, self._under_way = self._under_way, {}
         for task in tasks:
             task.cancel()
@@ -446,7 +447,7 @@ class SGLangEngine(ServedEngine):
         return self._update
 
     def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a part of a weight update. If the part fails, the engine becomes DIRTY, and the
+        """Runs one step of a weight update. If the step fails, the engine becomes DIRTY and the
         engine's server stays paused."""
         try:
             return self._run(make)
@@ -463,8 +464,8 @@ class SGLangEngine(ServedEngine):
         self._run(lambda: self._release(parts))
 
     async def _release(self, parts: Collection[str]) -> None:
-        """Releases memory. First pauses the server and waits until the server is idle, because the
-        release would crash a server with a request in flight."""
+        """Pauses the server, waits until the server is idle, and releases memory. A release would
+        crash a server that still has a request in flight."""
         await self._client.pause("abort")
         await self._client.flush(IDLE_S)
         await self._client.release_memory(parts)
@@ -479,8 +480,8 @@ class SGLangEngine(ServedEngine):
             self._run(self._client.resume)
 
     def memory_mb(self) -> float | None:
-        """Returns the Pss of a server that the run started, in units of 10^6 bytes. Returns None if
-        the run did not start the server."""
+        """Returns the server's memory use (Pss) in units of 10^6 bytes, or None if the run did not
+        start the server."""
         return self.process.memory_mb() if self.process is not None else None
 
     def model_info(self) -> ModelInfo:

@@ -1,6 +1,6 @@
-"""Describes which part of a Hugging Face tensor each rank of an SGLang server holds. Pure.
+"""Describes which part of each Hugging Face tensor a rank of an SGLang server holds. Pure.
 
-The sharding follows these layers of the supported SGLang releases: `layers/linear.py`,
+The sharding follows these source files of the supported SGLang releases: `layers/linear.py`,
 `layers/vocab_parallel_embedding.py` and `layers/moe`.
 """
 
@@ -30,8 +30,8 @@ class ServerLayout:
     Experts are sharded over the same ranks.
 
     With SGLang's attention DP (data-parallel attention), each group of ranks computes attention for
-    its own requests. Every group then holds all attention weights and the whole embedding, sharded
-    over the ranks of the group.
+    its own requests. With attention DP, every group holds all attention weights and the whole
+    embedding, sharded over the group's ranks.
     """
 
     device: str = "cpu"
@@ -123,7 +123,7 @@ class ServerLayout:
 
     def cut_over(self, name: str, shape: ModelShape) -> int:
         """Returns the number of ranks over which a tensor is sharded. For a replicated tensor,
-        returns the number as if the tensor were sharded."""
+        returns the number that would apply if the tensor were sharded."""
         rule = _rule(name, shape)
         return self.group if rule is not None and self._by_group(rule) else self.tensor
 
@@ -137,8 +137,8 @@ class ServerLayout:
         return self.tensor // self.expert
 
     def _by_group(self, rule: Rule) -> bool:
-        """Returns True if a tensor is sharded over the ranks of one attention-DP group, not over
-        all ranks of the server."""
+        """Returns True if a tensor is sharded over one attention-DP group, and False if it is
+        sharded over all ranks of the server."""
         if rule.megatron == _HEAD:
             return self.head_by_group
         return rule.layout == "vocab" or "self_attention" in rule.megatron
@@ -173,8 +173,8 @@ def _expert(name: str) -> int:
 
 def _split(rule: Rule, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
     """Splits a fused tensor into the parts that are sharded separately. Returns any other tensor as
-    a single part. Returns the kind of each part too, because keys and values are sharded in another
-    way than the other parts."""
+    a single part. Also returns the kind of each part, because keys and values are sharded
+    differently from other parts."""
     kinds = ("q", "kv", "kv") if rule.layout == "qkv" else ("rows",) * len(rule.sources)
     if len(rule.hf) == len(kinds):
         return [(kinds[rule.hf.index(numbered(name)[1])], tensor)]

@@ -20,9 +20,10 @@ KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
 def share_of_ports(number: int, processes: int) -> Sequence[int]:
-    """Returns the share of PORTS from which one of a run's server processes draws its ports. A
-    share has at least two ports. Server processes need separate shares, because a process binds its
-    ports minutes after the draw. With one share, two processes could draw the same port."""
+    """Returns the subset of PORTS from which one server process of a run draws its ports. A subset
+    has at least two ports. Server processes need separate subsets, because a process binds its
+    ports minutes after it draws the ports. If two processes drew from the same subset, both could
+    draw the same port."""
     shares = min(processes, len(PORTS) // 2)
     return PORTS[number % shares :: shares]
 
@@ -130,9 +131,9 @@ class ServerOptions:
         return (*words, *(flag for flag, on in switches.items() if on))
 
     def process_environment(self) -> dict[str, str]:
-        """Returns the environment variables for the server's process. The server's process inherits
-        the variables of the process that starts the server, except NOT_KEPT. This project adds
-        variables for servers. The variables in `environment` come from the run's settings and
+        """Returns the environment variables for the server's process. The server inherits the
+        variables of the process that starts it, except the variables in NOT_KEPT. This method adds
+        variables that servers need. The variables in `environment` come from the run's settings and
         override all other variables."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
         kept |= {

@@ -1,9 +1,9 @@
-"""Runs a server whose ranks are on several nodes, with one process per node. The process on the
-first node answers all requests.
+"""Runs a server whose ranks are on several nodes, with one server process on each node. The process
+on the first node answers all requests.
 
-The first node's worker manages the server and monitors the server's processes on the other nodes.
-If the server's process on one node dies, the ranks on the other nodes wait on their GPUs forever.
-Without the monitoring, no error would name the failed node.
+The engine's worker runs on the first node, manages the server, and monitors the server processes on
+the other nodes. If the server process on one node dies, the ranks on the other nodes wait on their
+GPUs forever. Without the monitoring, no error would name the failed node.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SILENT = 3  # consecutive failures to answer after which the part counts as lost
 
 
 class SpreadServer(ServerProcess):
-    """Manages the first node's process of a server, and the server's processes on the other nodes.
-    If the server's process on any node ends, the whole server ends.
+    """Manages all processes of a multi-node server from the server's first node. If the server
+    process on any node ends, the whole server ends.
 
     Args:
         options: options of the first node's process.
@@ -49,16 +49,16 @@ class SpreadServer(ServerProcess):
         threading.Thread(target=self._watch, daemon=True).start()
 
     def ended(self) -> str | None:
-        """See ServerProcess. The first check that finds an ended process looks at all nodes. The
-        result names every node whose process had ended at this check."""
+        """See ServerProcess. Checks the processes on all nodes, and names every node whose process
+        has ended. Later calls return the result of the first check that found an ended process."""
         with contextlib.suppress(UserError):  # a worker does not answer: `_watch` decides
             self._look()
         return self._fallen or None
 
     def _watch(self) -> None:
-        """Kills the process on the server's first node if the process on another node of the server
-        ends, or if the Ray worker on that other node no longer answers. Callers therefore do not
-        wait forever for an answer."""
+        """Kills the server process on the first node if the server process on another node ends, or
+        if the other node's worker no longer answers. Callers of the server therefore do not wait
+        forever for an answer."""
         silent = 0
         while not (self._closing.wait(WATCH_EVERY_S) or self._fallen):
             try:
@@ -87,8 +87,8 @@ class SpreadServer(ServerProcess):
             self._fall("\nand ".join(nodes))
 
     def _fall(self, how: str) -> None:
-        """Records how the server ended. Ignores all reports after the first one, because the first
-        process that ends makes the other processes end."""
+        """Records how the server ended. Keeps only the first report, because the end of one process
+        makes the other processes end too."""
         if not self._closing.is_set():
             self._fallen = self._fallen or how
 
@@ -105,8 +105,8 @@ class SpreadServer(ServerProcess):
 
 
 class ServerPart(ReplicaPart):
-    """Manages the server's process on one node other than the first node. Only the first node's
-    process answers requests.
+    """Manages one process of a multi-node server, on a node other than the first. Only the process
+    on the first node answers requests.
 
     Args:
         options: options of the process.

@@ -1,5 +1,5 @@
-"""Defines the common interface of tensor_sync.py, disk_sync.py and broadcast.py, which send weights
-to SGLang servers in buckets.
+"""Defines the interface through which tensor_sync.py, disk_sync.py and broadcast.py send weights to
+SGLang servers in buckets.
 
 An update involves senders and engines, often in different processes. Senders hold the tensors. Each
 server has an engine that manages the server.
@@ -10,9 +10,9 @@ server has an engine that manages the server.
 Each sender creates one `Sending` object per update. Each `Sending` object returns a `Sent` record,
 which is passed to the engines.
 
-No method of WeightSync publishes a version. The engine publishes the version, after comparing the
-weights that the servers hold with the sent weights. A failure raises a UserError and leaves servers
-with a mixture of old and new weights.
+WeightSync itself never publishes a weight version. The engine publishes the version after the
+engine has compared the server's weights with the sent weights. A failure raises a UserError and
+leaves servers with a mixture of old and new weights.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class WeightSync(ABC):
 
     @abstractmethod
     async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
-        """Sends a bucket. Returns when every server has received the bucket. The caller may then
-        reuse the bucket's memory.
+        """Sends a bucket. Returns when every server has received the bucket, or when the bucket has
+        been written to a file. After the call, the caller may reuse the bucket's memory.
 
         Args:
             handles: handles of the bucket's memory, one for each rank of the server. The ranks open
@@ -97,9 +97,9 @@ class WeightSync(ABC):
 class Sent:
     """Record of what senders sent.
 
-    sizes: shapes by name.
-    hashed: for each layout of a server, the hashes of the weights that each rank must hold. Empty
-        if values are not verified.
+    sizes: tensor shapes by name.
+    hashed: for each server layout, the hashes of the weights that each rank must hold; empty if
+        values are not verified.
     folder: folder that contains the weights; None: the weights were not written to a folder.
     to: URL of the only server that received these weights; None: all servers received them.
     """
@@ -111,7 +111,7 @@ class Sent:
 
     @classmethod
     def arrived(cls, senders: Sequence[Sent], url: str) -> Sent:
-        """Merges the records of the weights that were sent to the server at this URL.
+        """Merges the senders' records that apply to the server at `url`.
 
         Raises:
             WeightUpdateError: another server received other values. The trainer's data-parallel
@@ -216,8 +216,8 @@ class Sending:
         await everywhere(self._sync.send(bucket, handles), hashing)
 
     def hash(self, bucket: Bucket) -> None:
-        """Hashes a bucket if values are verified. Call this method once per bucket, for one bucket
-        at a time."""
+        """Hashes a bucket. Does nothing if this update does not verify values. Call this method
+        exactly once for each bucket, and never for two buckets at the same time."""
         for name, tensor in bucket:
             for fingerprint in self._fingerprints.values():
                 fingerprint.add(name, tensor)
@@ -231,15 +231,15 @@ class Sending:
 
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
-    """Returns the device from which buckets are transferred. The device is the process's GPU if the
-    process has a GPU and all servers run on GPUs, else the CPU."""
+    """Returns the device from which this process transfers buckets. The device is a GPU if this
+    process has a GPU and all servers run on GPUs, and the CPU otherwise."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 async def open_sessions(clients: Sequence[SGLangClient]) -> None:
-    """Opens a weight-update session on every server. First closes a session that a failed update
-    left open."""
+    """Opens a weight-update session on every server. If a failed update left a session open, closes
+    that session and opens a new session."""
 
     async def open_one(client: SGLangClient) -> None:
         try:

@@ -1,6 +1,6 @@
-"""Describes the path from the trainer's ranks to a run's SGLang servers. The process that knows the
-servers makes the description. The ranks that send weights use the description. Weights go directly
-from a rank to the servers. The driver passes on only the description and the checksums."""
+"""Describes how the trainer's ranks reach a run's SGLang servers. An engine makes the description,
+and the ranks use the description to send weights. The weights go directly from a rank to the
+servers. Only the description and the checksums pass through the driver."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TargetServer:
 
 @dataclass(frozen=True)
 class ServersTarget(SyncTarget):
-    """Target that consists of some or all of a run's servers; see SyncTarget.
+    """Target of a weight sync, which consists of some or all of a run's servers; see SyncTarget.
 
     method: a value of `sglang.sync`.
     timeout_s: time limit of one call to a server, seconds.
@@ -77,17 +77,16 @@ class ServersTarget(SyncTarget):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """Returns False if the weights are sent through files or shared devices, else True. A
-        server handles one update at a time, and receives and loads weights in one thread. If two
-        senders broadcast at the same time, two servers could take the broadcasts in different
-        orders and deadlock."""
+        """Returns False if the weights are sent through files or shared devices, and True
+        otherwise. A server handles one update at a time, and receives and loads weights in one
+        thread. If two senders broadcast at the same time, two servers could take the broadcasts in
+        different orders and deadlock."""
         return self.method != "disk" and not self.shares_devices
 
     @property
     def shares_devices(self) -> bool:
-        """See SyncTarget. Returns False for a CPU server that the run attaches to, and for a CPU
-        server on several nodes. Such CPU servers receive the bytes of the weights instead of
-        handles to shared memory."""
+        """See SyncTarget. Returns False for CPU servers that the run attaches to and for multi-node
+        CPU servers, because these servers receive bytes instead of handles to shared memory."""
         here = all(
             s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers
         )
@@ -99,7 +98,7 @@ class ServersTarget(SyncTarget):
 
     @property
     def owners_send(self) -> bool:
-        """Returns True for servers on GPUs that do not share the trainer's devices. Each rank then
+        """Returns True if all servers are on GPUs and `shares_devices` is False. Each rank then
         sends the experts that the rank holds. Servers keep a layer's experts in one parameter. On a
         GPU, several senders can each hash a part of the experts' parameter. SHA-256, the hash for
         servers on the CPU, needs all bytes of the experts' parameter in one process."""
@@ -122,7 +121,7 @@ class ServersTarget(SyncTarget):
         return replace(self, servers=(self.servers[engine],)).sender(rank)
 
     def joined(self, targets: Sequence[ServersTarget]) -> ServersTarget:
-        """See SyncTarget. Chooses the folder to which all senders of `disk` write."""
+        """See SyncTarget. Chooses the folder to which all senders of the method `disk` write."""
         servers = tuple(server for target in targets for server in target.servers)
         return replace(self, servers=servers, folder=drawn_folder(self.sync_folder))
 
@@ -223,7 +222,7 @@ def make_sync(
     sender: int = 0,
     places: Sequence[Place] | None = None,
 ) -> WeightSync:
-    """Makes the WeightSync of an engine or a sender, for the method that `sglang.sync` names.
+    """Makes the WeightSync of an engine or a sender. `method` is the value of `sglang.sync`.
 
     Args:
         folder, sender: see DiskSync.

@@ -31,7 +31,8 @@ class Transport(Protocol):
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        """Returns status and content of the answer. Raises OSError if no answer arrives."""
+        """Returns the HTTP status and the content of the answer. Raises OSError if no answer
+        arrives."""
 
     async def close(self) -> None: ...
 
@@ -39,7 +40,7 @@ class Transport(Protocol):
 class HttpTransport:
     """HTTP client with one connection per request in flight. Idle connections are reused.
 
-    The client belongs to the event loop that first uses the client.
+    The client can be used only in the event loop in which it was first used.
 
     Args:
         url: URL with http or https, without a path.

@@ -2,8 +2,8 @@
 names and checksums, publish the version, resume.
 
 Weights are changed in place, so an update cannot be undone. After an error, the caller must assume
-that every server holds a mixture of old and new weights. The caller must then leave the servers
-paused until another update succeeds.
+that every server holds a mixture of old and new weights. After an error, the caller must also leave
+the servers paused until another update succeeds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class WeightUpdate:
     """Update of the servers to one weight version. Each method waits until all servers have
     answered.
 
-    Between `begin` and `end_sent`, the training ranks send the weights. If this process has all
-    tensors of the model, this process can call `send`, and the ranks send nothing.
+    Between `begin` and `end_sent`, the training ranks send the weights. A process that has all
+    tensors of the model can also send the weights itself, with `send` and `end`. The ranks then
+    send nothing.
 
     Args:
         shape: shape of the model.
@@ -100,7 +101,7 @@ class WeightUpdate:
         return self._checksums
 
     async def end_sent(self, sent: Sent) -> None:
-        """Completes the update. Afterwards every server holds the sent weights and samples with
+        """Completes the update. Afterwards every server holds the sent weights and samples from
         these weights.
 
         Raises:
