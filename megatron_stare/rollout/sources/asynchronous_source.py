@@ -140,7 +140,7 @@ class AsynchronousSource(RolloutSource):
 
     def state(self) -> PromptState:
         """Returns the state that the prompt stream had before the first step whose batch `next` has
-        not returned. A run that resumes from this state samples all responses again that `next` has
+        not returned. A run that resumes from this state samples again all responses that `next` has
         not returned."""
         return self._wait(self._first_unused)
 

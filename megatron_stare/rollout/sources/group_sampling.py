@@ -141,10 +141,10 @@ class InformativeGroups(Groups):
     If all verified rewards of a group are equal, all advantages of the group are 0, and the group
     is dropped. The comparison of rewards uses the verifier's rewards, not the shaped rewards.
     Prompts are sampled in rounds. The selection of groups does not depend on timing or on the
-    length of responses. A group is used only if all groups before it in canonical order are
-    complete. The selection is final as soon as the groups that can be used include enough
-    informative groups. When the selection is final, the sampling of all other groups is cancelled.
-    Prompts that come after the last used group return to the stream for the next step.
+    length of responses. A complete group can be used only if all groups before it in canonical
+    order are complete too. The selection is final as soon as the groups that can be used include
+    enough informative groups. When the selection is final, the sampling of all other groups is
+    cancelled. Prompts that come after the last used group return to the stream for the next step.
 
     If all rounds together yield too few informative groups, dropped groups fill up the step, in
     prompt order. A dropped group that fills up a step contributes no gradient. If the loss is
