@@ -128,8 +128,8 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
     """Returns two metrics: the mean over likely tokens and the mean over unlikely tokens. Each
-    metric is the maximum over the elements of `differences`. A metric is left out if no element has
-    tokens of the metric's kind."""
+    metric is the maximum over the elements of `differences`. The mean over a kind of tokens is left
+    out if there are no tokens of that kind."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]

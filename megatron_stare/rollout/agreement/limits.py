@@ -105,8 +105,8 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Returns the difference, in nats, that is compared with limits for a subset of tokens: the
-        mean difference in 16 bits, and the largest difference in float32. NaN is ignored."""
+        """Returns one number, in nats, for the differences of a subset of tokens: the mean in 16
+        bits, and the maximum in float32. NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property

@@ -77,8 +77,8 @@ class _Queue:
 
     `live`: number of unfinished trajectories.
     `again`: requests that a replica lost and that must be sent again.
-    `continuing`: requests that continue a response, by the number of the replica that sampled the
-        earlier part of the response.
+    `continuing`: requests that continue a response, grouped by the number of the replica that
+        sampled the earlier part of the response.
     `new`: all other requests.
     """
 
@@ -95,7 +95,8 @@ class _Queue:
 class RequestsPage:
     """Writes the status page. For each engine, the status page gives the state, the number of
     requests in flight, and the oldest of these requests. The status page is a small file in the
-    node's memory. The watcher of hanging runs (docs/black_box.md) reads the status page.
+    node's memory. The watcher process, which reports runs that hang (docs/black_box.md), reads the
+    status page.
 
     The status page is written about once a second while requests are in flight. Writes are less
     frequent if they would otherwise take more than 1 % of the event loop's time. After a change of
@@ -240,9 +241,9 @@ class Dispatch:
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Schedules an assignment of the waiting requests. The assignment runs after all tasks that
-        are ready to run have queued their requests. Because of this delay, continuations can be
-        assigned before new requests."""
+        """Schedules an assignment of the waiting requests. The assignment waits until all tasks
+        that are ready to run have queued their requests, so that continuations can be assigned
+        before new requests."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)
@@ -358,8 +359,8 @@ class Dispatch:
                 pass
 
     def go_on(self) -> None:
-        """Lets `_pump` call the replicas again after a pause. A replica that became able to serve
-        during the pause receives requests too."""
+        """Lets `_pump` call the replicas again after a pause. Replicas that started to serve during
+        the pause receive requests too."""
         self._going_on.set()
         self._assign()
 
@@ -426,8 +427,8 @@ class Dispatch:
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Calls a replica. Returns the reason why the replica is lost, or "" if the replica is not
-        lost, and the results of the call."""
+        """Calls a replica. Returns two values: the reason why the replica is lost ("" if it is not
+        lost), and the results of the call."""
         workers = self._fleet.workers
         try:
             return "", await workers.result(

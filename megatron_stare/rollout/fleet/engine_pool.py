@@ -126,9 +126,9 @@ class EnginePool:
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
-        """Opens a Serving for `trajectories` trajectories that are made concurrently. Several
-        Servings may be open in one event loop. Requests of a Serving are assigned to replicas
-        before requests of Servings that were opened later.
+        """Opens a Serving for `trajectories` concurrent trajectories. Several Servings may be open
+        in one event loop. Requests of a Serving are assigned to replicas before requests of
+        Servings that were opened later.
 
         When the Serving closes, requests that are still in flight belong to cancelled trajectories
         and are discarded. If a call of a replica raises an error, `Serving.finished` raises the
@@ -254,8 +254,9 @@ class EnginePool:
         the engine has received all weights of this version. The first update, every update after a
         failure, and every update that includes a restarted replica are always verified.
 
-        A replica that is lost during the update is left out. If the loss interrupts the transfer to
-        the remaining replicas, all weights are sent to the remaining replicas again.
+        A replica that is lost during the update is left out. If the loss of a replica interrupts
+        the transfer to the remaining replicas, the pool sends all weights to the remaining replicas
+        again.
 
         Raises:
             SyncError: an engine holds weights that differ from the sent weights.

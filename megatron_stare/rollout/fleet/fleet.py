@@ -119,7 +119,7 @@ class Fleet:
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
         """Handles an error that a call of a replica raises. Marks the replica as lost if the
-        error's class is in LOST. Otherwise appends the error to `errors`."""
+        error's class is in LOST, and otherwise appends the error to `errors`."""
         try:
             yield
         except LOST as error:

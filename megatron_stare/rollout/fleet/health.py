@@ -60,8 +60,8 @@ class RestartRule:
         None for servers that the run did not start.
     `back_off_s`: seconds to wait before the second restart. The wait before a restart doubles for
         each further restart within `window_s`.
-    `losses`: number of consecutive lost requests after which the replica itself counts as lost.
-        This limit applies only while another replica serves.
+    `losses`: if another replica serves, number of consecutive lost requests after which the replica
+        itself counts as lost.
     `held`: True if restarts wait for permission (Fleet.allow_restarts). A server chooses the size
         of its cache from the memory that is free when the server starts. A server must therefore
         not start while the trainer occupies the device.
@@ -131,7 +131,7 @@ class FleetHealth:
     replica is chosen before other replicas, but receives only one request at a time until it
     answers. A replica that lost a request is also avoided for at least as long as the lost request
     was in flight. An avoided replica receives a request only if all serving replicas are avoided.
-    Without this rule, a hanging replica would delay one request after another by the full request
+    Avoidance keeps a hanging replica from delaying one request after another by the full request
     timeout. The start of the next rollout ends all back-offs.
 
     Args:
@@ -181,8 +181,8 @@ class FleetHealth:
         standing.lost, standing.proof = "", False
 
     def mixed(self, replica: int, why: str) -> None:
-        """Records that a weight update of the replica failed. The replica may then hold weights of
-        two versions."""
+        """Records that a weight update of the replica failed. A replica whose weight update failed
+        may hold weights of two versions."""
         self._standings[replica].proof = True
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)

@@ -268,7 +268,7 @@ class AsynchronousSource(RolloutSource):
 
     async def _hold(self) -> None:
         """Prevents new steps from beginning. Waits for the last verdict of every step that has
-        begun, and raises the first error of such a step."""
+        begun, and raises the first error of these steps."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())

@@ -140,15 +140,19 @@ class RolloutSource(ABC):
 
     Every rollout source must meet the following requirements. SynchronousSource meets all of them
     by design.
+
     - Every prompt of the stream is used exactly once, in cursor order, even if the run is saved and
       resumed.
+
     - The weight version of a token is the version of the weights that sampled the token. No token
       is older than the configured bound. With a bound of 0, every batch equals the batch of
       SynchronousSource bit for bit.
+
     - After `publish`, no replica samples from a mixture of weight versions.
-    - No trajectory in flight, and no trajectory that waits for its step, is lost when the run is
-      saved and resumed. Either `state` counts the trajectory's prompt as unused, or the trajectory
-      is stored beside the state (see group_sampling.Groups.kept).
+
+    - A trajectory that is in flight or waits for its step is not lost when the run is saved and
+      resumed. Either `state` counts the trajectory's prompt as unused, or the trajectory is stored
+      beside the state (see group_sampling.Groups.kept).
     """
 
     @abstractmethod
@@ -181,8 +185,8 @@ class RolloutSource(ABC):
 class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
-    `verify`: function that opens the verifier. The function's argument is the number of answers to
-        verify; see rewards/verdicts.py.
+    `verify`: function that opens the verifier for a given number of answers; see
+        rewards/verdicts.py.
     `calls`: journal of tool calls. By default the journal is kept only in the memory of this
         process.
     """

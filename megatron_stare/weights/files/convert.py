@@ -2,10 +2,10 @@
 several processes.
 
 A distributed checkpoint does not depend on the parallel layout. A checkpoint that this module
-writes loads at any tensor, pipeline, virtual pipeline and expert parallelism. This module also
-reads checkpoints that were saved with any parallel layout. The page docs/checkpoints.md describes
-the formats. An optional check reads source and result again, and compares the result with the
-source bit for bit.
+writes can be loaded at any degree of tensor, pipeline, virtual pipeline and expert parallelism.
+This module also reads checkpoints that were saved with any parallel layout. The page
+docs/checkpoints.md describes the formats. An optional check reads source and result again, and
+compares the result with the source bit for bit.
 """
 
 from __future__ import annotations

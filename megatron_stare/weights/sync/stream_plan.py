@@ -225,8 +225,8 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
 
 
 def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
-    """Groups the tensors that servers accept only together, in one call. The order of the groups is
-    the order of each group's first tensor."""
+    """Groups the tensors that servers accept only together, in one call. The groups are ordered by
+    the positions of their first tensors."""
     family, units = family_of(shape), dict[str, list[PlannedTensor]]()
     for tensor in tensors:
         place = family.served(tensor.name, shape)

@@ -123,8 +123,8 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields each bucket as a handle for workers, together with the calls that the bucket
-        depends on. A caller should wait for these calls and for its own calls that use the bucket
-        at the same time, so that an error in any call is raised immediately. Can be iterated once.
+        depends on. A caller should use one wait for the calls that a bucket depends on and the
+        calls that use the bucket, so that any error is raised immediately. Can be iterated once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.
