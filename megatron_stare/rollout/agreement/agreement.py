@@ -1,12 +1,12 @@
-"""Judges the differences between the log-probs of rollout engine and trainer, and names the likely
-cause if the differences are too large. Pure.
+"""Judges how much the log-probs of the rollout engine and the trainer differ. Names the likely
+cause if the log-probs differ too much. Pure.
 
 There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
 run's temperature. The canary comparison runs after every weight sync, at temperature 1. The canary
 is a fixed set of sequences. The likely cause is inferred from two facts: the comparison that shows
-a difference, and the positions of the tokens that differ. The ranks that hold the trainer's
-log-probs compute the differences (megatron/step/differences.py); this module judges the
-differences.
+a difference, and the positions of the tokens that differ. This module does not compute the
+differences. The ranks that hold the trainer's log-probs compute the differences
+(megatron/step/differences.py).
 """
 
 from __future__ import annotations
@@ -100,14 +100,15 @@ METRICS = (
 
 
 class AgreementError(UserError):
-    """Raised if engine and trainer compute different log-probs, which would make the importance
-    ratios of training wrong."""
+    """Raised if engine and trainer compute different log-probs, because training would then use
+    wrong importance ratios."""
 
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
     """Returns metrics that describe the sizes of the differences. The metrics are the mean, the
-    maximum, the quantiles, the means over likely and over unlikely tokens, and the maxima by
-    position and by weight age in steps.
+    maximum, the quantiles, the mean over likely tokens, and the mean over unlikely tokens. In
+    addition, there is one maximum for each range of positions, and one maximum for each weight age
+    in steps.
 
     Args:
         step: step of the rollout. Tokens that were sampled with the weights of the previous step
@@ -126,9 +127,9 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns two metrics: the largest mean over likely tokens of any element of `differences`, and
-    the largest mean over unlikely tokens of any element. A metric is left out if there are no such
-    tokens."""
+    """Returns two metrics: the mean over likely tokens and the mean over unlikely tokens. Each
+    metric is the maximum over the elements of `differences`. The mean over a kind of tokens is left
+    out if there are no tokens of that kind."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -143,8 +144,8 @@ def _nan_first(value: float) -> tuple[bool, float]:
 
 
 def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
-    """Makes a batch of the canary's token ids; see canary.py. The first token of a sequence is the
-    prompt, and all later tokens are the response."""
+    """Makes a batch from the canary's token ids; see canary.py. The first token of a sequence is
+    the prompt, and all later tokens are the response."""
     lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
     responses, count = lengths - 1, len(sequences)
     total = int(responses.sum())
@@ -167,8 +168,8 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
 def canary_verdict(
     differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
 ) -> str | None:
-    """Names the likely cause of the canary's differences. Returns None if engines and trainer
-    agree. `differences` has one element per engine.
+    """Names the likely cause if log-probs of the canary differ between engines and trainer. Returns
+    None if engines and trainer agree. `differences` has one element per engine.
 
     Args:
         engines: number of each engine; None: the engines have the numbers 0, 1, and so on.
@@ -255,8 +256,7 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns the canary's metrics. One metric is the largest difference of any engine. The other
-    two metrics are the largest mean difference of any engine over likely tokens, and the largest
-    mean difference of any engine over unlikely tokens."""
+    """Returns the canary's metrics: the largest difference, the mean difference over likely tokens,
+    and the mean difference over unlikely tokens. Each metric is the maximum over all engines."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

@@ -35,14 +35,16 @@ _AGREES = 0.1
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest differences, in nats, at which a run continues. None means unlimited.
+    """Limits, in nats, on the log-prob differences between engine and trainer. None means
+    unlimited.
 
-    largest: limit for a single token. Only float32 has a default for this limit. In float32,
+    `largest`: limit for a single token. Only float32 has a default for this limit. In float32,
         differences from rounding are three orders of magnitude smaller than differences from any
-        fault. In 16 bits, even without any fault, the engine's and the trainer's log-probs of a
-        single token differ by tenths of a nat to several nats.
-    bounds: limits on the mean and on high quantiles of the differences, by name; empty in float32.
-    trend: limit on the growth of the mean difference over a run.
+        fault. In 16 bits, the log-probs of a single token differ by tenths of a nat to several nats
+        even if there is no fault.
+    `bounds`: limits on the mean and on high quantiles of the differences, by name; empty in
+        float32.
+    `trend`: limit on the growth of the mean difference over a run.
     """
 
     largest: float | None
@@ -52,7 +54,7 @@ class Limits:
     @classmethod
     def of(cls, config: Config) -> Limits:
         """Returns the configured limits. If a limit is not configured, its default depends on the
-        coarser dtype of trainer and engines."""
+        coarser of the trainer's dtype and the engines' dtype."""
         asked, own = config.agreement, config.sglang.agreement_limit
         dtypes = {config.model.dtype, config.sglang.dtype or config.model.dtype}
         coarsest = next((dtype for dtype in BOUNDS if dtype in dtypes), None)
@@ -77,8 +79,8 @@ class Limits:
 
     def canary_passed(self, difference: LogProbDifference) -> str:
         """Describes the limits that a canary's differences exceed. Returns "" if no limit is
-        exceeded. A canary has too few tokens for quantiles. In 16 bits the mean difference of the
-        canary's likely tokens is judged instead."""
+        exceeded. A canary has too few tokens for quantiles. In 16 bits, the mean difference over
+        the canary's likely tokens is limited instead of the quantiles."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -103,16 +105,16 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Returns the difference, in nats, by which a subset of tokens is judged: the mean
-        difference in 16 bits, and the largest difference in float32. NaN is ignored."""
+        """Returns one number, in nats, for the differences of a subset of tokens: the mean in 16
+        bits, and the maximum in float32. NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
     def same(self) -> float:
-        """Largest value of `size` at which log-probs count as equal when the cause of a difference
-        is inferred. In float32 this value is a tenth of the limit for a single token. In 16 bits
-        this value is the limit on the mean, because rounding alone causes a large share of this
-        limit."""
+        """Largest value of `size` at which log-probs count as equal when the likely cause of a
+        difference is inferred. In float32, `same` is a tenth of the limit for a single token. In 16
+        bits, `same` is the full limit on the mean, because rounding alone can reach a large share
+        of that limit."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property

@@ -1,5 +1,5 @@
-"""Sends the requests of trajectories to the replicas and returns the answers. The module's code
-runs in one event loop."""
+"""Sends generation requests of trajectories to the replicas and returns the answers. All code of
+this module runs in one event loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OLDEST = 5  # number of each engine's oldest requests that the page lists
 
 
 class RolloutLateError(UserError):
-    """A rollout did not finish within its time limit."""
+    """Raised if a rollout does not finish within its time limit."""
 
 
 @dataclass
@@ -62,8 +62,8 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """Removes and returns the requests of the next call. Takes assigned requests in order,
-        until the sampling parameters change."""
+        """Removes and returns the requests to send with the next call of the replica. Takes
+        assigned requests in order, up to the first request with other sampling parameters."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -73,13 +73,13 @@ class _Replica:
 
 @dataclass(eq=False)
 class _Queue:
-    """Requests of one Serving that wait for a replica.
+    """Requests from one Serving that are not assigned to a replica yet.
 
-    live: number of unfinished trajectories.
-    again: requests that a replica lost and that must be sent again.
-    continuing: requests that continue a response. Each key of `continuing` is the number of the
-        replica that sampled the earlier part of the response.
-    new: requests that are neither in `again` nor in `continuing`.
+    `live`: number of unfinished trajectories.
+    `again`: requests that a replica lost and that must be sent again.
+    `continuing`: requests that continue a response, grouped by the number of the replica that
+        sampled the earlier part of the response.
+    `new`: all other requests.
     """
 
     params: SamplingParams
@@ -93,12 +93,14 @@ class _Queue:
 
 
 class RequestsPage:
-    """Writes the status page, which lists the requests in flight at each engine. The status page is
-    one small file in the node's memory. The black box (docs/black_box.md) reads the status page.
+    """Writes the status page. For each engine, the status page gives the state, the number of
+    requests in flight, and the oldest of these requests. The status page is a small file in the
+    node's memory. The watcher process, which reports runs that hang (docs/black_box.md), reads the
+    status page.
 
-    The status page is written about once a second while requests are in flight. The status page is
-    written less often if writing would cost more than a hundredth of the event loop's time. If the
-    requests in flight change, the status page is written after `wait_s()` seconds. If no process
+    The status page is written about once a second while requests are in flight. Writes are less
+    frequent if they would otherwise take more than 1 % of the event loop's time. After a change of
+    the requests in flight, the status page is written within `wait_s()` seconds. If no process
     reads the status page, nothing is written.
     """
 
@@ -108,8 +110,8 @@ class RequestsPage:
         self._next = 0.0
 
     def wait_s(self) -> float | None:
-        """Returns the seconds until the status page may be written again; None if nobody reads the
-        status page."""
+        """Returns the seconds until the status page may be written again, or None if no process
+        reads the status page."""
         return None if self._file is None else max(0.0, self._next - time.monotonic())
 
     def write(
@@ -144,25 +146,26 @@ class RequestsPage:
 
 class Dispatch:
     """Sends the requests of all open Servings to the replicas and returns the answers. A Dispatch
-    lives in one event loop. Trajectories send requests through a Serving. Each Serving has a queue
-    of waiting requests in Dispatch.
+    belongs to one event loop. Trajectories send requests through a Serving. Dispatch keeps one
+    queue of waiting requests for each Serving.
 
-    A request that a replica lost is retried at another replica (retries.py). Retries are sent
-    before the new requests of the same Serving.
+    If a replica loses a request, Dispatch retries the request, at another replica if possible
+    (retries.py).
 
-    If replicas have a capacity, each request goes at once to the replica with the most room. A
-    request that continues a response returns to the replica that sampled the earlier part of the
-    response. The KV cache of that replica still holds the earlier part. Continued responses are
-    placed before new requests. While the replica that sampled the earlier part is full, a continued
-    response waits. A continued response goes to another replica if another replica has room left
-    after all new requests are placed. A continued response also goes to another replica if the
-    replica that sampled the earlier part has lost a request since its last answer.
+    If replicas have a capacity limit, Dispatch assigns each new request immediately to the replica
+    with the most room. A continuation, which is a request that continues a response, goes to the
+    replica whose KV cache holds the earlier part of the response. Dispatch assigns continuations
+    first, then retries, then the new requests of the same Serving. A continuation waits while the
+    replica with the earlier part of the response is full. After all new requests are assigned, a
+    waiting continuation can go to any other replica that still has room. A continuation also goes
+    to another replica if the replica with the earlier part of the response has lost a request since
+    that replica's last answer.
 
-    If replicas have no capacity limit, Dispatch sends no request until every unfinished trajectory
-    has sent a request. Dispatch then splits the requests evenly over the replicas. The composition
-    of a batch then depends on the trajectories alone, not on timing. While an environment waits for
-    something other than tokens, such as a tool, replicas without a capacity limit receive no
-    requests.
+    If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
+    waiting request, and then splits all waiting requests evenly over the replicas. With this even
+    split, the composition of a batch depends only on the trajectories, not on timing. While any
+    environment waits for a tool, or for anything else except tokens, replicas without a capacity
+    limit receive no requests.
 
     Args:
         held: function that returns True while replicas must not be called for tokens. `hold` waits
@@ -198,8 +201,8 @@ class Dispatch:
         return sum(replica.under_way for replica in self._replicas)
 
     def open(self, params: SamplingParams, trajectories: int) -> _Queue:
-        """Opens a queue for a number of trajectories. The caller calls `left` once for each
-        trajectory that finishes."""
+        """Opens a queue for the requests of `trajectories` trajectories. The caller must call
+        `left` for each trajectory that finishes."""
         queue = _Queue(params, trajectories)
         self._queues.append(queue)
         return queue
@@ -209,8 +212,8 @@ class Dispatch:
         self._queues.remove(queue)
 
     async def ask(self, queue: _Queue, request: GenerateRequest) -> GenerateResult:
-        """Waits for the request's answer. An error of a replica is raised in the task that calls
-        the replica (`_pump`), not in this method.
+        """Waits for the request's answer. Errors of a replica are raised by `_pump`, the task that
+        calls the replica, and not by this method.
 
         Raises:
             RequestLostError: all allowed attempts of the request failed.
@@ -238,9 +241,9 @@ class Dispatch:
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Schedules an assignment of the waiting requests. The assignment runs after all tasks that
-        are already awake have sent their requests. The assignment can then place continued
-        responses before new responses."""
+        """Schedules an assignment of the waiting requests. The assignment waits until all tasks
+        that are ready to run have queued their requests, so that continuations can be assigned
+        before new requests."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)
@@ -269,7 +272,7 @@ class Dispatch:
             self._give(replica, shard, queue.params)
 
     def _place_all(self, queue: _Queue) -> None:
-        """Assigns each waiting request to a replica that has room for it."""
+        """Assigns as many waiting requests to replicas as the replicas have room for."""
         for number, line in queue.continuing.items():
             while line and self._place_at(number, line[0], queue.params):
                 line.popleft()
@@ -289,7 +292,7 @@ class Dispatch:
             self._putting = self.loop.call_later(wait_s, self._put)
 
     def _put(self) -> None:
-        """Writes the status page. The times on the status page are times of the event loop's clock,
+        """Writes the status page. All times on the status page come from the event loop's clock,
         CLOCK_MONOTONIC."""
         self._putting = None
         given = {
@@ -305,7 +308,8 @@ class Dispatch:
         self._page.write([self._fleet.health.state(r.number).value for r in self._replicas], given)
 
     def _place(self, request: GenerateRequest, params: SamplingParams) -> bool:
-        """Assigns a request to the best replica with room. Returns False if no replica has room."""
+        """Assigns a request to the replica that `Retries.choose` selects. Returns False if no
+        suitable replica has room."""
         health = self._fleet.health
         best = self._retries.choose(
             request.rid, self._rooms(), health.avoided(self.loop.time()), health.suspected()
@@ -348,20 +352,21 @@ class Dispatch:
         replica.give(requests, params)
 
     async def hold(self) -> None:
-        """Waits until no replica is being called. A call to a server lasts at most about WAIT_S."""
+        """Waits until the current call of every replica has ended. A call of a server lasts at most
+        about WAIT_S seconds."""
         for replica in self._replicas:
             async with replica.turn:
                 pass
 
     def go_on(self) -> None:
-        """Resumes calling the replicas for tokens after a pause. A replica that came back during
-        the pause receives requests too."""
+        """Lets `_pump` call the replicas again after a pause. Replicas that started to serve during
+        the pause receive requests too."""
         self._going_on.set()
         self._assign()
 
     async def stop(self) -> None:
-        """Cancels the tasks that call the replicas (`_pump`). Waits until the tasks have ended, but
-        does not wait for answers of the replicas."""
+        """Cancels the tasks that call the replicas (`_pump`). Waits for the end of the cancelled
+        tasks, but not for answers of the replicas."""
         if self._putting is not None:
             self._putting.cancel()
         self._page.write([self._fleet.health.state(r.number).value for r in self._replicas], {})
@@ -372,13 +377,14 @@ class Dispatch:
         await asyncio.gather(*self.pumps, return_exceptions=True)
 
     async def _pump(self, replica: _Replica) -> None:
-        """Sends a replica its assigned requests and distributes its results, until cancelled.
+        """Sends assigned requests to a replica and distributes the replica's results, until this
+        task is cancelled.
 
         If the replica has no request in flight, this task waits for an assignment. If the replica
-        has requests in flight, this task waits for the replica's results. A server returns after
-        WAIT_S even without results, so that it can receive new requests. While replicas must not be
-        called for tokens, this task waits. After each call of the replica, this task yields to the
-        event loop once. Trajectories that received answers can then send their next requests.
+        has requests in flight, this task waits for the replica's results. The call of a server
+        returns after WAIT_S seconds even without results, so that this task can send new requests.
+        While `held` returns True, this task waits. After each call of the replica, this task yields
+        to the event loop, so that trajectories that received answers can send their next requests.
         """
         params = None
         while True:
@@ -421,7 +427,7 @@ class Dispatch:
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Calls a replica. Returns the reason for the loss of the replica ("" if the replica is not
+        """Calls a replica. Returns two values: the reason why the replica is lost ("" if it is not
         lost), and the results of the call."""
         workers = self._fleet.workers
         try:
@@ -454,8 +460,8 @@ class Dispatch:
         return False
 
     def _make_again(self, replica: _Replica, lost: LostRequest) -> None:
-        """Puts a lost request back into its queue. If no attempt is left, raises the error in the
-        task that waits for the answer."""
+        """Puts a lost request back into its queue. If no further attempt is allowed, raises the
+        error in the task that waits for the answer."""
         queue, request, answer = self._asked[lost.rid]
         try:
             self._retries.lost(lost, replica.number)
@@ -499,7 +505,7 @@ class Serving:
         self.dispatch.left(self._queue)
 
     def close(self) -> None:
-        """Closes the queue; no more requests may follow."""
+        """Closes the queue. The caller must not send further requests."""
         self.dispatch.close(self._queue)
 
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:
@@ -537,8 +543,8 @@ class Serving:
 
 
 def split_evenly(requests: Sequence[GenerateRequest], engines: int) -> list[list[GenerateRequest]]:
-    """Splits requests into one contiguous shard per engine. Shard sizes differ by at most one and
-    may be 0."""
+    """Splits requests into one contiguous shard per engine. The sizes of any two shards differ by
+    at most one request, and a shard may be empty."""
     if engines < 1:
         raise ValueError(f"cannot split over {engines} engines")
     bounds = [len(requests) * i // engines for i in range(engines + 1)]

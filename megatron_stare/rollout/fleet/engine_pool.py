@@ -79,7 +79,7 @@ THERE = (*SYNCED, Health.RELEASED)  # states in which a replica answers calls
 
 
 class SyncError(UserError):
-    """Raised if an engine holds weights that differ from the weights that the trainer sent."""
+    """Raised if an engine's weights differ from the weights that the trainer sent."""
 
 
 class EnginePool:
@@ -126,13 +126,13 @@ class EnginePool:
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
-        """Opens a Serving for a number of trajectories that are made at the same time. Several
-        Servings may be open in one event loop. Requests of an earlier Serving are assigned to
-        replicas before requests of a later Serving.
+        """Opens a Serving for `trajectories` concurrent trajectories. Several Servings may be open
+        in one event loop. Requests of a Serving are assigned to replicas before requests of
+        Servings that were opened later.
 
-        Requests that are still in flight when the Serving closes are discarded, because the
-        requests belong to cancelled trajectories. If a replica fails, `Serving.finished` raises the
-        replica's error, and the requests in flight at the other replicas are discarded too.
+        When the Serving closes, requests that are still in flight belong to cancelled trajectories
+        and are discarded. If a call of a replica raises an error, `Serving.finished` raises the
+        same error, and the requests in flight at all other replicas are discarded too.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -163,7 +163,7 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context in which no replica is called for tokens. A Serving in another thread's event
+        """Context in which the pool asks no replica for tokens. A Serving in another thread's event
         loop waits until the context ends. Each replica keeps the requests that it has already
         received.
 
@@ -195,9 +195,9 @@ class EnginePool:
             return self._results("model_info")
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
-        """Returns the log-probs, at temperature 1, of all tokens of each sequence except the first
-        token. The keys of the result are the numbers of the replicas that are not lost. Each value
-        of the result is a list with one entry per sequence.
+        """Returns, for each sequence, the log-probs at temperature 1 of all tokens after the first
+        token. The result maps the number of each replica that is not lost to a list with one entry
+        per sequence.
 
         Raises:
             UserError: the engines are not servers.
@@ -208,7 +208,7 @@ class EnginePool:
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
         """Releases the memory of `parts` on every engine. `parts` are the weights, the cache, or
         both. The engines are unusable until `resume_memory` is called. If the weights were
-        released, the engines also need a complete weight update.
+        released, the engines also need a complete weight update before they can generate.
 
         Raises:
             UserError: the engines are not servers.
@@ -225,9 +225,9 @@ class EnginePool:
                 self._fleet.health.resumed(number)
 
     def allow_restarts(self) -> None:
-        """Allows restarts of lost engines until `hold_restarts` is called. Also applies to engines
-        that are lost after this call. Only engines on the trainer's devices need permission to
-        restart."""
+        """Allows restarts of lost engines until `hold_restarts` is called. The permission also
+        covers engines that are lost after this call. Only engines on the trainer's devices need
+        permission to restart."""
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:
@@ -236,7 +236,7 @@ class EnginePool:
         self._fleet.hold_restarts()
 
     def memory_mb(self) -> float | None:
-        """Returns the memory that the engines' own processes use now, in units of 10^6 bytes.
+        """Returns the memory that the engines' own processes use now, in MB (10^6 bytes).
 
         Returns None if the memory is unknown or `measures_memory` is False. This method reads all
         memory mappings of every server.
@@ -250,12 +250,13 @@ class EnginePool:
         return list(self._fleet.call(method, *args, states=THERE).values())
 
     def update_weights(self, version: int, weights: WeightStream) -> None:
-        """Sends the policy to every live engine. An engine publishes the version only if it
-        received all of the weights. The first update, every update after a failure, and every
-        update that includes a restarted replica are always verified.
+        """Sends the policy to every live engine. An engine generates with the new version only if
+        the engine has received all weights of this version. The first update, every update after a
+        failure, and every update that includes a restarted replica are always verified.
 
-        A replica that is lost during the update is left out. If the loss leaves the weights of the
-        remaining replicas incomplete, the remaining replicas receive all weights again.
+        A replica that is lost during the update is left out. If the loss of a replica interrupts
+        the transfer to the remaining replicas, the pool sends all weights to the remaining replicas
+        again.
 
         Raises:
             SyncError: an engine holds weights that differ from the sent weights.
@@ -289,8 +290,8 @@ class EnginePool:
             } | self._fleet.metrics()
 
     def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
-        """Sends the weights once. Returns the replicas that received all weights. Returns None if a
-        replica was lost and the remaining replicas' weights are therefore incomplete."""
+        """Sends the weights once. Returns the replicas that received all weights. Returns None if
+        the loss of a replica left the weights of the remaining replicas incomplete."""
         # The target is most likely the same as before, so ranks can gather weights while the
         # servers pause.
         if self._target is not None:
@@ -312,8 +313,7 @@ class EnginePool:
     def _hand_over(
         self, weights: WeightStream, prove: bool, to: Collection[int]
     ) -> Collection[int]:
-        """Passes the weights bucket by bucket to engines that receive buckets in their own
-        process."""
+        """Passes the weights, bucket by bucket, to engines that have no SyncTarget."""
         fleet = self._fleet
         if self._told != (told := (fleet.losses, set(to), weights.layouts)):
             self._told, to = told, fleet.call("expect_buckets", weights.layouts, among=to)
@@ -348,19 +348,18 @@ class EnginePool:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the pool. Contains `sync/proven` if only some updates are
-        verified. If the engines are servers, also contains the number of requests retried between
-        the two newest weight updates, and the states of the replicas."""
+        """Returns the metrics of the pool. The metrics include `sync/proven` if `prove_every` is
+        above 1. If the engines are servers, the metrics also include the number of requests retried
+        between the two newest weight updates, and counts of the replicas' states."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 
     def news(self) -> list[str]:
-        """Removes and returns the messages about the replicas since the last call, one line
-        each."""
+        """Removes and returns all new messages about the replicas. Each message is one line."""
         return self._fleet.take_news()
 
     def close(self) -> None:
-        """Ends all workers, including those that are restarting. Idempotent."""
+        """Ends all workers, including workers that are restarting. Idempotent."""
         self._fleet.close()
 
 
@@ -373,8 +372,8 @@ def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def check_arrived(engine: int, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Compares the checksums of the sent weights with the checksums of the weights that an engine
-    holds. Raises SyncError if the checksums differ."""
+    """Compares the checksums of the sent weights with the checksums of an engine's weights. Raises
+    SyncError if the checksums differ."""
     differing = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]
     if differing:
         named = ", ".join(sorted(differing)[:3]) + (", ..." if len(differing) > 3 else "")

@@ -1,10 +1,11 @@
 """Manages the replicas' workers during a run: calls all workers together, excludes lost replicas,
-and restarts lost replicas in the background. The module health.py decides what a replica's state
-allows. The module fleet.py calls and restarts replicas according to their states.
+and restarts lost replicas in the background. The module health.py tracks the replicas' states and
+decides which actions each state allows. The module fleet.py calls and restarts replicas according
+to their states.
 
-Each restart has its own thread, which ends the replica's worker, makes a new worker in the same
-place, and brings up the new worker. The first weight update after the restart includes the replica
-again.
+Each restart runs in its own thread. The thread ends the worker of the lost replica, creates a new
+worker in the same place, and brings up the worker's engine. The next weight update then includes
+the restarted replica.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ LEAVE_S = 10.0  # time limit for ending workers that are still coming up
 class Fleet:
     """The replicas of a run.
 
-    The code that sends requests to a replica tells `health` which requests the replica answered and
-    which requests the replica lost. While one call sends requests to a replica, no other code may
-    call that replica.
+    Code that sends requests to a replica must report the answered requests and the lost requests to
+    `health`. While a call that sends requests to a replica is in progress, no other code may call
+    that replica.
 
     Args:
         workers: the workers that hold the engines, one engine each. The constructor brings up all
@@ -66,7 +67,7 @@ class Fleet:
         self.news: list[str] = []  # lines for the run's output, which `take_news` removes
 
     def serves(self, replica: int) -> bool:
-        """Returns whether the replica may receive requests."""
+        """Returns True if the replica may receive requests."""
         return self.health.state(replica) in SERVING
 
     def require_serving(self) -> None:
@@ -117,8 +118,8 @@ class Fleet:
 
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
-        """Handles an error of a call of a replica. Marks the replica as lost, or appends the error
-        to `errors`."""
+        """Handles an error that a call of a replica raises. Marks the replica as lost if the
+        error's class is in LOST, and otherwise appends the error to `errors`."""
         try:
             yield
         except LOST as error:
@@ -127,16 +128,16 @@ class Fleet:
             errors.append(error)
 
     def find_lost(self, among: Collection[int]) -> bool:
-        """Checks whether the replicas in `among` are alive. Returns True if at least one replica
-        was found to be lost."""
+        """Checks whether the replicas in `among` are alive. Returns True if this check found at
+        least one lost replica."""
         before = self.losses
         with contextlib.suppress(UserError):  # only losses matter here
             self.call("check", among=among)
         return self.losses > before
 
     def lose(self, replica: int, why: str) -> None:
-        """Marks a replica as lost, together with its requests. Restarts the replica if the replica
-        may be restarted now."""
+        """Marks a replica as lost, together with its requests. Restarts the replica if a restart is
+        allowed now."""
         with self._lock:
             if self.health.state(replica) in (Health.DEAD, Health.STARTING):
                 return  # already recorded
@@ -145,8 +146,8 @@ class Fleet:
             self._begin_due()
 
     def look(self) -> None:
-        """Records which restarted replicas have come up, or failed to come up, since the last call.
-        Restarts the lost replicas that may be restarted now (FleetHealth.due)."""
+        """Records which restarting replicas have come up, or failed to come up, since the previous
+        call. Restarts every lost replica for which a restart is allowed now (FleetHealth.due)."""
         with self._lock:
             for replica in [replica for replica, coming in self._coming.items() if coming.done()]:
                 coming = self._coming.pop(replica)
@@ -163,19 +164,20 @@ class Fleet:
             self._begin_due()
 
     def allow_restarts(self) -> None:
-        """Allows restarts of lost replicas until `hold_restarts` is called. Also applies to
-        replicas that are lost after this call."""
+        """Allows restarts of lost replicas until `hold_restarts` is called. The permission also
+        covers replicas that are lost after this call."""
         with self._lock:
             self._held = False
             self._begin_due()
 
     def hold_restarts(self) -> None:
         """Waits for the replicas that are restarting. Begins no other restart until
-        `allow_restarts` is called. A replica that came up during the wait may be called afterwards.
-        Does nothing if restarts need no permission by `allow_restarts` (RestartRule.held is False).
+        `allow_restarts` is called. A replica that comes up during the wait can be called
+        afterwards. Does nothing if `RestartRule.held` is False, because restarts then need no
+        permission.
 
-        The wait counts as progress of the run's phase, because the start of a replica has its own
-        time limit.
+        The wait is reported as progress of the run's current phase, because the start of a replica
+        has its own time limit.
         """
         if not self._holds:
             return
@@ -218,14 +220,14 @@ class Fleet:
             future.set_exception(error)
 
     def take_news(self) -> list[str]:
-        """Removes and returns the messages about the replicas since the last call, one line
-        each."""
+        """Removes and returns all new messages about the replicas. Each message is one line."""
         self._take()
         told, self.news = self.news, []
         return told
 
     def metrics(self) -> dict[str, float]:
-        """Counts the serving replicas, and the transitions into each state since the last call."""
+        """Returns the number of serving replicas, and the number of transitions into each state
+        since the previous call."""
         self._take()
         counts, self._counts = self._counts, Counter()
         into = {f"engine/{state.value}": float(counts[state.value]) for state in Health}
@@ -239,7 +241,7 @@ class Fleet:
                 self.news.append(str(transition))
 
     def close(self) -> None:
-        """Ends all workers, including those that are restarting. Idempotent."""
+        """Ends all workers, including workers that are restarting. Idempotent."""
         self._closed.set()
         self.workers.close()
         wait(self._coming.values(), timeout=LEAVE_S)

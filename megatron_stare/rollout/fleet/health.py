@@ -1,10 +1,10 @@
-"""Tracks the state of each replica. This module defines the states and the legal transitions. This
-module also decides how many requests a replica may receive and when a lost replica is restarted.
-This module is pure. Callers report events and times. The modules fleet.py and dispatch.py act on
-the replicas' states.
+"""Tracks the state of each replica. This module defines the states and the legal transitions
+between them. This module also decides how many requests a replica may receive and when a lost
+replica is restarted. This module is pure. Callers report events and times. The modules fleet.py and
+dispatch.py act on the replicas' states.
 
-This module holds everything that the run knows about a replica. Each engine tracks the state of its
-own weights with engines/state.py, often in another process.
+This module holds everything that the run knows about a replica's health. In addition, each engine
+tracks the state of its own weights (engines/state.py), often in another process.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ SYNCED = (Health.DIRTY, *SERVING)  # states that take part in a weight update
 
 
 class NoEngineError(UserError):
-    """All replicas of a run are lost."""
+    """Raised if no replica of a run is in a state that the caller needs."""
 
 
 class HealthError(RuntimeError):
     """Raised if a caller reports an event that the replica's state does not allow. A HealthError
-    reports a bug, not a user's error."""
+    indicates a bug in the program, not a mistake of the user."""
 
 
 @dataclass(frozen=True)
 class RestartRule:
-    """Limits on the restarts of a replica; see the section `faults.engines`.
+    """Limits on the restarts of a replica; see the configuration section `faults.engines`.
 
-    most: maximum number of restarts within any `window_s` seconds. None means no limit. Servers
-        that the run did not start have no limit.
-    back_off_s: seconds to wait before the second restart. The wait before a restart doubles for
-        each further restart within the window.
-    losses: number of consecutive lost requests after which the replica itself counts as lost.
-        Applies only while another replica serves.
-    held: True if restarts wait for permission (Fleet.allow_restarts). A server sizes its cache by
-        the free memory at its start. The server must therefore not start while the trainer occupies
-        the device.
+    `most`: maximum number of restarts within any `window_s` seconds. None means no limit. `most` is
+        None for servers that the run did not start.
+    `back_off_s`: seconds to wait before the second restart. The wait before a restart doubles for
+        each further restart within `window_s`.
+    `losses`: if another replica serves, number of consecutive lost requests after which the replica
+        itself counts as lost.
+    `held`: True if restarts wait for permission (Fleet.allow_restarts). A server chooses the size
+        of its cache from the memory that is free when the server starts. A server must therefore
+        not start while the trainer occupies the device.
     """
 
     most: int | None = 3
@@ -88,8 +88,8 @@ NO_RESTARTS = RestartRule(most=0)
 
 @dataclass(frozen=True)
 class Transition:
-    """Change of a replica's state. `why` is the reason that is shown to the user, or "" if no
-    reason needs to be shown."""
+    """Change of a replica's state. `why` is the reason that is shown to the user, or "" if the
+    change is not shown."""
 
     replica: int
     before: Health
@@ -127,12 +127,12 @@ class FleetHealth:
 
     A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
-    A replica that lost a request backs off and receives no request for a while. After the back-off,
-    the replica receives one request at a time until it answers, and is preferred to replicas with
-    more room. A replica that lost a request is also avoided for at least as long as the lost
-    request took. An avoided replica receives a request only if all serving replicas are avoided. A
-    hanging replica therefore does not delay one request after another by the full request timeout.
-    Back-offs end at the latest when the next rollout starts.
+    A replica that lost a request receives no requests during a back-off. After its back-off, a
+    replica is chosen before other replicas, but receives only one request at a time until it
+    answers. A replica that lost a request is also avoided for at least as long as the lost request
+    was in flight. An avoided replica receives a request only if all serving replicas are avoided.
+    Avoidance keeps a hanging replica from delaying one request after another by the full request
+    timeout. The start of the next rollout ends all back-offs.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
@@ -158,7 +158,7 @@ class FleetHealth:
 
     @property
     def needs_proof(self) -> bool:
-        """True if a replica that takes part in the next weight update must verify its weights."""
+        """True if any replica that takes part in the next weight update must verify its weights."""
         return any(self._standings[number].proof for number in self.among(SYNCED))
 
     def came_up(self, replica: int) -> None:
@@ -171,7 +171,7 @@ class FleetHealth:
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
         """Records that the replica received all weights of a version. The weights must be verified
-        if the replica just came up or held a mixture of versions."""
+        if the replica has just come up or held weights of two versions."""
         standing = self._standings[replica]
         if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
@@ -181,15 +181,15 @@ class FleetHealth:
         standing.lost, standing.proof = "", False
 
     def mixed(self, replica: int, why: str) -> None:
-        """Records that a weight update of the replica failed. The replica may then hold weights of
-        two versions."""
+        """Records that a weight update of the replica failed. A replica whose weight update failed
+        may hold weights of two versions."""
         self._standings[replica].proof = True
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)
 
     def lost_request(self, replica: int, why: str, given: float, now: float) -> bool:
-        """Records that the replica lost a request. Returns whether the replica itself now counts as
-        lost, because the replica has lost too many consecutive requests.
+        """Records that the replica lost a request. Returns True if the replica has lost so many
+        consecutive requests that the replica itself now counts as lost.
 
         Args:
             given: time at which the request was sent. If the request was sent before the previous
@@ -243,12 +243,13 @@ class FleetHealth:
         }
 
     def suspected(self) -> set[int]:
-        """Returns the replicas that receive one request at a time until they answer."""
+        """Returns the suspected replicas, which receive only one request at a time until they
+        answer."""
         return {number for number, standing in enumerate(self._standings) if standing.in_a_row}
 
     def trusted(self, replica: int, now: float) -> bool:
         """Returns True if the replica serves and has lost no request since its last answer. A
-        trusted replica may still be full."""
+        trusted replica can still be full."""
         standing = self._standings[replica]
         return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row
 
@@ -262,7 +263,7 @@ class FleetHealth:
         self._move(replica, Health.DIRTY, "", Health.RELEASED)
 
     def lost(self, replica: int, why: str, now: float) -> None:
-        """Records that the replica is gone, no longer answers, or did not come up."""
+        """Records that the replica has ended, no longer answers, or did not come up."""
         standing = self._standings[replica]
         self._move(replica, Health.DEAD, why)
         standing.lost, standing.lost_last = why, 0.0

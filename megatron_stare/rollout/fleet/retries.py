@@ -1,8 +1,8 @@
 """Chooses the replica for a request, and retries requests that a replica has lost. Pure.
 
-A lost request goes to another replica if another replica serves. All tokens of an answer come from
-a single attempt, because an engine never answers a request that the engine reported as lost. The
-module health.py tracks the states of the replicas that lost requests.
+A lost request is sent to another replica if another replica serves. All tokens of an answer come
+from a single attempt, because an engine never answers a request after reporting the request as
+lost. The module health.py tracks the states of the replicas that lost requests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_stare.rollout.engines.engine import LostRequest, RequestLostError
 
 @dataclass(frozen=True)
 class RequestRule:
-    """Limits on the retries of a request; see the section `faults.requests`.
+    """Limits on the retries of a request; see the configuration section `faults.requests`.
 
-    attempts: maximum number of attempts per request.
-    back_off_s: time in which a replica that lost a request receives no other request; see
+    `attempts`: maximum number of attempts per request.
+    `back_off_s`: seconds for which a replica that lost a request receives no other request; see
         FleetHealth.
-    rollout_s: time limit for all trajectories of a rollout together. None means no limit.
+    `rollout_s`: time limit for all trajectories of a rollout together. None means no limit.
     """
 
     attempts: int = 3
@@ -84,7 +84,7 @@ class Retries:
         return [rid for rid, (given_to, _) in self._given.items() if given_to == replica]
 
     def given(self) -> Mapping[str, tuple[int, float]]:
-        """Returns the requests in flight, with the replica and the time of sending."""
+        """Returns the replica and the time of sending for each request in flight."""
         return self._given
 
     def give(self, rid: str, replica: int, now: float) -> None:
@@ -106,8 +106,8 @@ class Retries:
         return when
 
     def answered(self, rid: str, replica: int) -> None:
-        """Records that the replica answered the request. Raises DataError if the replica does not
-        have the request."""
+        """Records that the replica answered the request. Raises DataError if the request is not in
+        flight at the replica."""
         self.take(rid, replica)
         self._lost.pop(rid, None)
 

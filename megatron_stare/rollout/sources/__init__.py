@@ -1,2 +1,2 @@
-"""Makes batches of trajectories from prompts. Sampling is in step with training or ahead of
-training, with complete or partial rollouts."""
+"""Makes batches of trajectories from prompts. Sampling alternates with training or runs ahead of
+training. Rollouts are complete or partial."""

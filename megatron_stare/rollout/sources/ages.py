@@ -1,7 +1,7 @@
 """Computes the ages of a batch's tokens, and masks or rejects tokens that are too old. Pure.
 
-A token's age is the weight version that the token's step trains minus the weight version that
-sampled the token. Step s trains the weights of version s - 1.
+A token's age is a difference of weight versions: the version that the token's step trains, minus
+the version that sampled the token. Step s trains the weights of version s - 1.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Ages:
-    """Limits on tokens that older weights sampled.
+    """Limits on the ages of the tokens in a batch.
 
     Attributes:
-        oldest: maximum age of a token; None means no limit.
-        masked_from: smallest age at which a token is removed from the loss mask. None means that no
-            token is masked for its age.
+        `oldest`: maximum age of a token; None means no limit.
+        `masked_from`: smallest age at which a token is removed from the loss mask. None means that
+            no token is masked because of its age.
     """
 
     oldest: int | None = None
     masked_from: int | None = None
 
     def settle(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-        """Removes tokens that are too old from the loss mask, and returns metrics of the batch's
-        ages.
+        """Excludes tokens that are too old from the loss, and returns metrics of the tokens' ages.
 
         Raises:
             WeightVersionError: the weights that sampled a token are too old, or newer than the
@@ -65,7 +64,8 @@ class Ages:
 
 
 def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
-    """Returns the number of sampled tokens of each age, relative to the version `newest`."""
+    """Returns the number of sampled tokens of each age. A token's age is `newest` minus the version
+    of the token's weights."""
     found: dict[int, int] = {}
     for trajectory in trajectories:
         for version, tokens in trajectory.versions:
@@ -96,7 +96,7 @@ def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
 def mask_from(trajectory: Trajectory, age: int, newest: int) -> int:
     """Removes from the loss mask all tokens whose weights are at least `age` versions older than
     `newest`. Returns the number of tokens that are too old. Tokens that are too old stay in the
-    trajectory, because later tokens were sampled with the old tokens as context."""
+    trajectory, because they were part of the context in which later tokens were sampled."""
     if not trajectory.versions:
         return 0
     versions, lengths = (

@@ -1,10 +1,10 @@
-"""Samples batches ahead of training, from weights that may be some versions old.
+"""Samples batches ahead of training, from weights that may be a few versions old.
 
-Step s trains the weights of version s - 1. With a staleness bound of k, step s begins once version
-s - 1 - k is published. The source then draws the step's prompts and begins sampling. All tokens of
-the step are sampled after version s - 1 - k is published, so the weights of a token are at most k
-versions old. At k = 0 nothing is sampled ahead. Batches take prompts in stream order, so a long
-response delays only its own step.
+Step s trains the weights of version s - 1. With a staleness bound of k, step s begins when version
+s - 1 - k is published. When a step begins, the source draws the step's prompts and starts to
+sample. The weights that sample a token of step s are therefore at most k versions old. With k = 0,
+no batch is sampled ahead of training. Batches take prompts in stream order, so a long response
+delays only its own step.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ PromptState = dict[str, int]  # see data.prompt_source.PromptSource
 class AsynchronousSource(RolloutSource):
     """Samples on a separate thread, whose event loop drives engines, environments and verifiers.
 
-    `next` waits only for the step's last verdict. `publish` waits for the current call of each
-    replica, then for the weights to arrive. Responses in flight stay at their replicas and continue
-    with the new weights. Each token records the version of the weights that sampled the token.
+    `next` waits only until the last response of the step is verified. `publish` waits until the
+    current call of each replica has ended and the new weights have arrived. Responses in flight
+    stay at their replicas and continue with the new weights. Each token records the version of the
+    weights that sampled the token.
 
     Args:
         groups: takes prompts and selects the trajectories that a step trains on.
@@ -138,9 +139,9 @@ class AsynchronousSource(RolloutSource):
         self._wait(partial(self._published, version))
 
     def state(self) -> PromptState:
-        """Returns the prompt stream's state just before the first prompt that `next` has not
-        returned in a batch. A run that resumes from this state samples all responses in flight
-        again."""
+        """Returns the state that the prompt stream had before the first step whose batch `next` has
+        not returned. A run that resumes from this state samples again all responses that `next` has
+        not returned."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
@@ -173,7 +174,7 @@ class AsynchronousSource(RolloutSource):
 
     def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs a coroutine on the loop's thread and returns its result. If a signal ends the wait,
-        the coroutine continues."""
+        the coroutine continues on the loop's thread."""
         return wait_for(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     def _wait_showing(self, step: int) -> Collected:
@@ -197,10 +198,10 @@ class AsynchronousSource(RolloutSource):
             self._watched = None
 
     async def _make_ahead(self, first: int) -> None:
-        """Starts the batches of all steps, in step order.
+        """Starts to sample the batches of all steps, in step order.
 
         Before each step, waits until the oldest weights that the step may use are published. After
-        a step begins, waits until the step no longer takes prompts from the stream or returns
+        a step begins, waits until the step has stopped taking prompts from the stream and returning
         prompts to the stream.
         """
         try:
@@ -220,8 +221,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch with Groups.collect. The next step may begin at the latest when this
-        method ends, also if this method fails."""
+        """Makes a step's batch with Groups.collect. Sets `settled` at the latest when this method
+        ends or fails, so that the next step may begin."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
@@ -267,7 +268,7 @@ class AsynchronousSource(RolloutSource):
 
     async def _hold(self) -> None:
         """Prevents new steps from beginning. Waits for the last verdict of every step that has
-        begun, and raises the first error of such a step."""
+        begun, and raises the first error of these steps."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())
@@ -278,8 +279,8 @@ class AsynchronousSource(RolloutSource):
             self._changed.notify_all()
 
     async def _cancel(self) -> None:
-        """Cancels every task of the loop. Waits for the cancellations, which may take as long as
-        the current call of each replica."""
+        """Cancels every task of the loop. Waits until the cancelled tasks have ended, which can
+        take as long as the current call of a replica."""
         tasks: Sequence[asyncio.Task[Any]] = [
             *self._ahead.values(),
             *([self._making] if self._making else []),

@@ -1,12 +1,13 @@
 """Records the tool calls of environments in a journal. The request is recorded before each call,
 and the answer after the call.
 
-If a response is cut, or if a resumed run makes the response again, the response's environment runs
-again. An environment that runs again receives the earlier answers of its tools from this journal.
-No tool call therefore takes effect twice, and no tool's answer changes. The journal has one file
-per step. The calls of a response are in the file of the step in which the response began. Each line
-of the journal is on disk before the run proceeds. Files that no kept checkpoint needs are removed
-with the checkpoints (driver/checkpoints.py).
+The environment of a response runs again if the response is cut, or if a resumed run repeats the
+response. An environment that runs again receives the earlier answers of its tools from this
+journal. The journal therefore ensures that no tool call takes effect twice and that no tool's
+answer changes. The journal has one file per step. The calls of a response are recorded in the file
+of the step in which the response began. An environment continues only after its new line of the
+journal is on disk. When old checkpoints are removed, the journal files that no remaining checkpoint
+needs are removed too (driver/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ CALLS = "calls"  # folder of the journal in the run directory
 
 
 def forget_calls(folder: Path, before: int) -> None:
-    """Removes the journal's files of the steps before `before`. A file that cannot be removed
-    stays."""
+    """Removes the journal files of all steps before step `before`. A file that cannot be removed
+    stays, and no error is raised."""
     for file in folder.glob("step_*.jsonl"):
         number = file.stem.removeprefix("step_")
         if number.isdigit() and int(number) < before:
@@ -40,7 +41,7 @@ def forget_calls(folder: Path, before: int) -> None:
 
 class ResponseKey(NamedTuple):
     """Identifies a response by its prompt, its sample, and the step in which the response began.
-    The sampling noise of a response also depends on the step in which the response began."""
+    The step in which a response began also determines the sampling noise of the response."""
 
     step: int
     cursor: int
@@ -51,8 +52,8 @@ class ResponseKey(NamedTuple):
 class Call:
     """A tool call and its outcome.
 
-    outcome: {"answer": JSON} or {"error": text}. `outcome` is None if the call was begun and its
-        outcome is unknown.
+    `outcome`: {"answer": JSON} or {"error": text}. `outcome` is None while the outcome of the call
+        is unknown.
     """
 
     id: str
@@ -108,8 +109,8 @@ class CallJournal:
         call.outcome = None
 
     def forget(self, response: ResponseKey) -> None:
-        """Drops the calls of a finished response from memory. The journal's files keep these calls
-        for a run that resumes from an earlier step."""
+        """Drops the calls of a finished response from memory. The calls remain in the journal's
+        files for a run that resumes from an earlier step."""
         self._of(response.step).pop(response, None)
 
     def _of(self, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call]]:
@@ -173,8 +174,8 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _read(file: Path, step: int) -> dict[ResponseKey, dict[tuple[int, str], Call]]:
-    """Reads the tool calls that a journal file records. Removes a last line that a killed process
-    left incomplete."""
+    """Reads the tool calls that a journal file records. Removes the last line of the file if a
+    killed process left the line incomplete."""
     found: dict[ResponseKey, dict[tuple[int, str], Call]] = {}
     if not file.exists():
         return found

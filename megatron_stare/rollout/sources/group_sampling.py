@@ -1,5 +1,5 @@
-"""Selects the prompt groups that a step trains on. A step trains on the groups of the next prompts,
-or only on informative groups (dynamic sampling).
+"""Selects the prompt groups that a step trains on. A step trains either on the groups of the next
+prompts, whatever the rewards, or only on informative groups (dynamic sampling).
 
 Shape legend: a group consists of all trajectories of one prompt.
 """
@@ -86,16 +86,16 @@ class Groups(ABC):
 
     def kept(self) -> Callable[[], bytes]:
         """Takes a snapshot for a checkpoint, between two steps. The snapshot contains the prompts
-        that were taken from the stream but not trained on. Most classes keep no prompts between
-        steps.
+        that were taken from the stream but not trained on. Most subclasses keep no prompts between
+        steps and return an empty snapshot.
 
-        Returns a function that serializes the snapshot. The function may be called during the next
-        step.
+        Returns a function that serializes the snapshot. The returned function may be called later,
+        during the next step.
         """
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
-        """Restores a snapshot that `kept` serialized. Raises DataError if the snapshot cannot be
+        """Restores a serialized snapshot; see `kept`. Raises DataError if the snapshot cannot be
         restored."""
         if kept:
             raise DataError(
@@ -104,7 +104,7 @@ class Groups(ABC):
 
 
 class EveryGroup(Groups):
-    """Selects the groups of the next prompts, whatever their rewards.
+    """Selects the groups of the next prompts, whatever the rewards of the groups.
 
     Args:
         groups: prompt groups per step.
@@ -138,17 +138,17 @@ class InformativeGroups(Groups):
     informative groups, in prompt order. A group is informative if its trajectories have different
     rewards.
 
-    A group whose verified rewards are all equal has only advantages of 0 and is dropped. The
-    comparison of rewards uses the verifier's rewards, not the shaped rewards. Prompts are sampled
-    in rounds. The selection depends neither on timing nor on the length of responses. The selection
-    is final once an unbroken series of complete groups, beginning with the first group in canonical
-    order, includes enough informative groups. Once the selection is final, the sampling of other
-    groups is cancelled. Prompts that come after the last used group return to the stream for the
-    next step.
+    If all verified rewards of a group are equal, all advantages of the group are 0, and the group
+    is dropped. The comparison of rewards uses the verifier's rewards, not the shaped rewards.
+    Prompts are sampled in rounds. The selection of groups does not depend on timing or on the
+    length of responses. A complete group can be used only if all groups before it in canonical
+    order are complete too. The selection is final as soon as the groups that can be used include
+    enough informative groups. When the selection is final, the sampling of all other groups is
+    cancelled. Prompts that come after the last used group return to the stream for the next step.
 
-    If the rounds yield too few informative groups, dropped groups fill up the step, oldest first. A
-    dropped group that fills up a step contributes no gradient. If the loss is divided by the number
-    of tokens, the tokens of such a dropped group still count.
+    If all rounds together yield too few informative groups, dropped groups fill up the step, in
+    prompt order. A dropped group that fills up a step contributes no gradient. If the loss is
+    divided by the number of tokens, that number includes the tokens of dropped groups in the step.
 
     Args:
         groups: prompt groups per step.
@@ -178,7 +178,7 @@ class InformativeGroups(Groups):
         settled: Callable[[], None],
     ) -> Collected:
         """See Groups. After each round, the prompts after the last used group return to the stream.
-        This method therefore never calls `settled`."""
+        This method never calls `settled`, because it may use the stream until its end."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0
@@ -210,8 +210,8 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Detects when enough groups of a round are complete to decide which groups of the round are
-    used.
+    """Detects when the complete groups of a round are enough to decide which groups of the round
+    are used.
 
     Args:
         prompts: the round's prompts, in canonical order.
@@ -225,7 +225,8 @@ class _Settled:
         self._used = 0  # length of the complete prefix of groups, up to the last group needed
 
     def enough(self, group: Sequence[Trajectory]) -> bool:
-        """Adds a complete group. Returns True if the selection from the round is now final."""
+        """Adds a complete group. Returns True if the selection of the round's groups is now
+        final."""
         self._whole[group[0].prompt.cursor] = sorted(group, key=lambda t: t.sample_index)
         while (
             self._wanted
@@ -237,14 +238,14 @@ class _Settled:
         return self._wanted == 0
 
     def groups(self) -> list[Group]:
-        """Returns the used groups: all groups up to the last group that is needed. Returns all
+        """Returns the groups that are used: all groups up to the last needed group. Returns all
         groups of the round if the round has too few informative groups."""
         return [self._whole[cursor] for cursor in self._cursors[: self._used]]
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
-    """Returns True if the verified rewards of a group differ. The group's advantages are then not
-    all 0."""
+    """Returns True if the verified rewards of a group differ. If the rewards differ, the advantages
+    of the group are not all 0."""
     return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 
 

@@ -1,8 +1,8 @@
 """Serializes unfinished prompt groups for a checkpoint, and restores them bit for bit.
 
-The columns of all responses are concatenated and stored as tensors of a safetensors file. The
-lengths of the columns and all other fields are stored as JSON. The JSON is stored as a tensor of
-bytes, because texts may exceed the size limit of a safetensors header.
+The columns (such as tokens and log-probs) of all responses are concatenated and stored as tensors
+of a safetensors file. The lengths of the columns and all other fields are stored as JSON. The JSON
+is stored as a tensor of bytes, because texts may exceed the size limit of a safetensors header.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Reader:
         self._read = dict.fromkeys(COLUMNS, 0)
 
     def next(self, where: dict[str, Any], *names: str) -> Iterator[Any]:
-        """Yields the columns with these names, then the routed experts."""
+        """Yields the columns `names` of one index entry, then the routed experts of this entry."""
         for name in names:
             start, end = self._read[name], self._read[name] + where["length"]
             if end > len(self._tensors[name]):
@@ -114,8 +114,8 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
-    """Returns the output of `to_bytes` without the groups whose prompt cursor is in `cursors`.
-    Raises DataError if the data cannot be read."""
+    """Returns `data`, an output of `to_bytes`, without the groups whose prompt cursors are in
+    `cursors`. Raises DataError if the data cannot be read."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])

@@ -1,4 +1,4 @@
-"""Makes the rollout source and the group selection that a configuration asks for. Checks that the
+"""Makes the rollout source and the group selection that a configuration describes. Checks that the
 settings of the rollout source fit the other settings."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def make_source(
     progress: Progress,
     idle: Callable[[], None],
 ) -> SynchronousSource | AsynchronousSource:
-    """Makes the rollout source that the configuration asks for. Only SynchronousSource uses `idle`,
-    because the engines of AsynchronousSource do not become idle."""
+    """Makes the rollout source that the configuration describes. Only SynchronousSource uses
+    `idle`, because the engines of AsynchronousSource do not become idle."""
     rollout = config.rollout
     masked_from = rollout.stale_from if rollout.stale_tokens == "mask" else None
     if rollout.staleness is None:
@@ -68,8 +68,8 @@ def make_source(
 
 
 def check_staleness(config: Config, method: Method) -> None:
-    """Raises ConfigError if the run would train on tokens of older weights but other settings do
-    not allow such tokens."""
+    """Raises ConfigError if the settings for tokens of older weights contradict each other or other
+    settings."""
     rollout, cut = config.rollout, config.partial.tokens is not None
     if cut:
         check_partial(config)

@@ -2,12 +2,12 @@
 step.
 
 More prompt groups are in progress than a step trains on. In each round, every unfinished response
-grows by the same number of tokens. Rounds continue until enough groups are complete. At the end of
-a step, unfinished responses are kept with the weight version of every token. Unfinished responses
-continue in the next step before new prompts begin. As in Kimi k1.5 (arXiv 2501.12599, section
-2.6.2), a round ends after a number of tokens, not after a time. The selection of groups therefore
-depends on seeds and weights alone. As in APRIL (arXiv 2509.18521), more groups are sampled than a
-step takes.
+grows until it is finished or has grown by a fixed number of tokens. Rounds continue until enough
+groups are complete. At the end of a step, unfinished responses are kept with the weight version of
+every token. Unfinished responses continue in the next step, together with responses to new prompts.
+As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), the length of a round is a number of tokens, not
+a time. With this definition of a round, the selection of groups depends only on seeds and weights.
+As in APRIL (arXiv 2509.18521), more groups are sampled than a step takes.
 
 Shape legend: a group consists of all responses to one prompt.
 """
@@ -55,13 +55,13 @@ class PartialGroups(Groups):
     """Selects the first complete groups, in prompt order.
 
     Between steps, this object keeps every prompt that was taken from the stream but not trained on.
-    Each prompt is therefore used once. A complete group waits only for older groups, and each
-    unfinished response grows in every step. The age of a token, in versions, is therefore at most
-    `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups`.
+    Each prompt of the stream is therefore used exactly once. A complete group waits only for older
+    groups, and each unfinished response grows in every step. The age of a token is therefore at
+    most `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups` versions.
 
     With dynamic sampling (see InformativeGroups), a complete group whose rewards are all equal is
-    dropped. A new group replaces the dropped group after the round. If the allowed refills yield
-    too few groups, the step is filled up with dropped groups, oldest first.
+    dropped. After the round, a new group replaces each dropped group. If the allowed refills yield
+    too few groups, dropped groups fill up the step, in the order in which they were dropped.
 
     Args:
         groups: prompt groups per step.
@@ -95,8 +95,9 @@ class PartialGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. Runs rounds. Each round ends when its last token is sampled and its last
-        verdict has arrived. After an error, the kept responses are unusable, and the run ends."""
+        """See Groups. Runs rounds. Each round ends when all of its tokens are sampled and all of
+        its verdicts have arrived. If this method fails, the kept responses are unusable and the run
+        must end."""
         dropped: list[Group] = []
         rounds, refills = 0, 1
         self._refill(params.step)
@@ -152,7 +153,7 @@ class PartialGroups(Groups):
         ]
 
     def _drop(self) -> list[Group]:
-        """Removes and returns complete groups whose rewards are all equal."""
+        """Removes and returns the complete groups in which all rewards are equal."""
         found = [
             group
             for each in self._under_way
@@ -177,8 +178,8 @@ class PartialGroups(Groups):
 
 
 def whole_group(responses: list[UnderWay]) -> Group:
-    """Returns the trajectories of a group in order. Returns [] if a response of the group is
-    unfinished."""
+    """Returns the trajectories of a complete group, in sample order. Returns [] if any response of
+    the group is unfinished."""
     found = [response.trajectory for response in responses if response.trajectory is not None]
     return found if len(found) == len(responses) else []
 

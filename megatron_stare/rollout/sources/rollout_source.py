@@ -102,8 +102,8 @@ class _Judging:
         return await verdict
 
     async def without(self, prompt: Prompt) -> None:
-        """Lowers the number of a prompt's responses to judge by one. Judges the group if all
-        remaining responses of the group now wait for their verdicts."""
+        """Reduces by one the number of responses that are expected for a prompt. Judges the group
+        if all remaining responses of the group now wait for their verdicts."""
         self._wanted[prompt.cursor] -= 1
         await self._judge_whole(prompt)
 
@@ -135,18 +135,24 @@ class _Judging:
 
 
 class RolloutSource(ABC):
-    """Supplies one rollout batch per training step, sampled from weights that training publishes.
+    """Supplies one rollout batch per training step. Batches are sampled from the weights that
+    training publishes.
 
-    Every rollout source must meet the following requirements, which the synchronous source meets by
-    design:
-    - Every prompt of the stream is used exactly once, in cursor order, also across save and resume.
+    Every rollout source must meet the following requirements. SynchronousSource meets all of them
+    by design.
+
+    - Every prompt of the stream is used exactly once, in cursor order, even if the run is saved and
+      resumed.
+
     - The weight version of a token is the version of the weights that sampled the token. No token
-      is older than the configured bound. With a bound of 0, every batch equals the synchronous
-      source's batch bit for bit.
-    - `publish` never leaves a replica sampling from a mixture of weight versions.
-    - A trajectory in flight, or a trajectory that waits for its step, is not lost. Either `state`
-      counts the trajectory's prompt as unused, or the trajectory is stored beside the state (see
-      group_sampling.Groups.kept).
+      is older than the configured bound. With a bound of 0, every batch equals the batch of
+      SynchronousSource bit for bit.
+
+    - After `publish`, no replica samples from a mixture of weight versions.
+
+    - A trajectory that is in flight or waits for its step is not lost when the run is saved and
+      resumed. Either `state` counts the trajectory's prompt as unused, or the trajectory is stored
+      beside the state (see group_sampling.Groups.kept).
     """
 
     @abstractmethod
@@ -155,15 +161,15 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Publishes new weights. After this call, `next` returns no tokens from weights older than
-        the source allows."""
+        """Publishes new weights. After this call, `next` returns no token whose weights are older
+        than the source allows."""
 
     @abstractmethod
     def state(self) -> dict[str, int]:
-        """Returns the state of the prompt stream just before the first prompt that no returned
-        batch contains.
+        """Returns the state of the prompt stream before the first prompt that is neither in a
+        returned batch nor stored by `Groups.kept`.
 
-        A source that resumes from this state uses each prompt once.
+        A source that resumes from this state uses each prompt exactly once.
         """
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
@@ -179,9 +185,10 @@ class RolloutSource(ABC):
 class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
-    verify: function that opens the verifier. The function's argument is the number of answers to
-        verify; see rewards/verdicts.py.
-    calls: journal of tool calls. By default the journal is kept only in the memory of this process.
+    `verify`: function that opens the verifier for a given number of answers; see
+        rewards/verdicts.py.
+    `calls`: journal of tool calls. By default the journal is kept only in the memory of this
+        process.
     """
 
     pool: EnginePool
@@ -198,7 +205,7 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]] | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """Runs the coroutine of `made` in a new event loop, and returns its result."""
+        """Runs `made` in a new event loop and returns the trajectories."""
         return run_whole(
             lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified)
         )
@@ -247,8 +254,8 @@ class Rollouts:
         """Starts or continues responses. Each response grows until the response is finished, or
         until it has grown by `tokens` tokens. Finished responses are judged.
 
-        Waits for the last verdict, and for the last token of every response that is cut. Raises the
-        first error.
+        Waits until all verdicts have arrived and every response is either finished or cut. Raises
+        the first error.
 
         Args:
             responses: responses to start or continue. If `enough` is given, `responses` must
@@ -392,8 +399,8 @@ def training_params(params: SamplingParams) -> SamplingParams:
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int, longest: int) -> None:
     """Raises DataError if an environment broke its contract. All columns must have the same length.
-    Only sampled tokens may carry loss. Neither the response nor a branch may be longer than the run
-    allows.
+    Only sampled tokens may carry loss. The response and each of its branches must not be longer
+    than the run allows.
 
     Args:
         longest: maximum number of tokens of a branch, including the branch's context.

@@ -20,7 +20,7 @@ from megatron_stare.weights.sync.target import WeightStream
 
 
 class SynchronousSource(RolloutSource):
-    """Samples a step's batch on request, from the last published weights.
+    """Samples the batch of a step on request, from the most recently published weights.
 
     Args:
         groups: takes prompts and selects the trajectories that a step trains on.

@@ -179,8 +179,8 @@ class Turns:
         return self._said(call, where)
 
     def _said(self, call: Call, where: str) -> Any:
-        """Returns a call's answer, as a new object each time. Raises CallFailedError if the answer
-        was an error."""
+        """Returns a new copy of a tool call's answer. Raises CallFailedError if the answer was an
+        error."""
         assert call.outcome is not None
         if "error" in call.outcome:
             self._failed.append(call)
@@ -238,9 +238,9 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
 
 
 def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
-    """Returns the stop string that the last token of the tokens [n] completes. Returns None if the
-    last token completes no stop string. The tokens before the last token must not contain a whole
-    stop string."""
+    """Returns the stop string that is completed by the last token of `tokens` [n]. Returns None if
+    the last token completes no stop string. The tokens before the last token must not contain a
+    whole stop string."""
     longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
     text = text_of(tokens[-longest:], "length", tokenizer)
     return next((stop for stop in stops if stop in text), None)
@@ -249,9 +249,9 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 @functools.lru_cache(maxsize=64)
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids, in ascending order, of the tokens that may complete one of the stop strings.
-    Each returned token begins with the end of a stop string or contains a whole stop string. A
-    token with part of a character also counts if the token contains the last character of the stop
-    string."""
+    A token may complete a stop string if the token's text starts with a suffix of the stop string,
+    or contains the whole stop string. A token with an incomplete character is also returned if its
+    text contains the last character of the stop string."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:
@@ -269,9 +269,8 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
-    """Returns the id and the text of every token with a nonempty text. Each token is decoded
-    together with a fixed token before it, because some tokens lose their leading space if they are
-    decoded alone."""
+    """Returns the id and the text of every token with a nonempty text. Each token is decoded after
+    the same fixed token, because some tokens lose their leading space if they are decoded alone."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))
@@ -317,7 +316,7 @@ def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> Non
 
 
 def covered(versions: VersionRuns) -> int:
-    """Returns the number of tokens that a list of version runs covers."""
+    """Returns the total number of tokens in a list of pairs (weight version, number of tokens)."""
     return sum(tokens for _, tokens in versions)
 
 

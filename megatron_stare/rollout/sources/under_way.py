@@ -3,8 +3,8 @@ kept.
 
 An environment is a coroutine, which no checkpoint can store. A checkpoint therefore stores the
 policy's answers, not the environment. To continue a response, the environment runs again from the
-beginning. The environment receives the stored answers again and goes on after the last answer.
-Answers of tools are stored too, in a journal (calls.py).
+beginning. The environment receives the stored answers again and continues after the last stored
+answer. The answers of tools are stored too, in a journal (calls.py).
 
 Shape legend: n is the number of tokens of one answer so far.
 """
@@ -28,9 +28,9 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Ends an environment whose response has reached the current limit on its tokens. The response
-    is cut and continues later. Like CancelledError, ResponseCut does not derive from Exception. An
-    environment that catches Exception therefore does not catch ResponseCut."""
+    """Ends the environment of a response that has reached the token limit of the current round. The
+    response is cut and continues later. Like CancelledError, ResponseCut does not derive from
+    Exception. An environment that catches Exception therefore does not catch ResponseCut."""
 
 
 class ResponseGivenUp(BaseException):
@@ -43,8 +43,8 @@ _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
 
 @dataclass
 class Answer:
-    """The policy's answer to one call of an environment's `generate`. The answer grows part by
-    part."""
+    """The policy's answer to one call of an environment's `generate`. An answer may consist of
+    several parts, which engines sample one after the other."""
 
     tokens: Tensor = _NO_TOKENS  # [n] int32
     log_probs: Tensor = _NO_LOG_PROBS  # [n] float32, nats
@@ -88,16 +88,16 @@ class UnderWay:
     """A response that is being made, waits to be continued, or waits to be trained on.
 
     Attributes:
-        step: step in which the response began. The response's sampling noise depends on this step
+        `step`: step in which the response began. The response's sampling noise depends on this step
             until the response ends.
-        answers: the policy's answers, one for each call of the environment's `generate`. The last
-            answer may be cut.
-        calls: tool calls of the environment, in order. Each entry of `calls` is a pair of the
+        `answers`: the policy's answers, one for each call of the environment's `generate`. The last
+            answer may be incomplete because the response was cut.
+        `calls`: tool calls of the environment, in order. Each entry of `calls` is a pair of the
             request's checksum and the call's id.
-        context: checksum of the context of the last answer, if the last answer is cut.
-        replica: number of the replica that sampled the last tokens. Checkpoints do not store the
+        `context`: checksum of the context of the last answer, if the last answer is incomplete.
+        `replica`: number of the replica that sampled the last tokens. Checkpoints do not store the
             replica's number.
-        trajectory: the finished, verified response.
+        `trajectory`: the finished, verified response.
     """
 
     prompt: Prompt
@@ -115,8 +115,8 @@ class UnderWay:
         return ResponseKey(self.step, self.prompt.cursor, self.sample_index)
 
     def called(self, number: int, asked: str) -> str | None:
-        """Returns the id of tool call `number` if the environment began this call in an earlier
-        run, else None.
+        """Returns the id of tool call `number`, or None if the environment has not begun this call
+        before.
 
         Raises:
             DataError: the call `number` of the earlier run had another request.
@@ -129,13 +129,13 @@ class UnderWay:
         return call
 
     def begin_call(self, number: int, asked: str, call: str) -> None:
-        """Stores the tool call with this number, unless it is stored already."""
+        """Stores the tool call with this number, unless the call is already stored."""
         if number >= len(self.calls):
             self.calls.append((text_checksum(asked), call))
 
     def copy(self) -> UnderWay:
-        """Returns a copy that does not grow with the original. The copy and the original share the
-        token tensors."""
+        """Returns a copy that stays unchanged when the original grows. The copy and the original
+        share the token tensors."""
         return replace(
             self, answers=[replace(answer) for answer in self.answers], calls=[*self.calls]
         )
@@ -198,8 +198,8 @@ class UnderWay:
 
 
 def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
-    """Concatenates two lists of pairs (weight version, number of tokens). If the last pair of the
-    first list and the first pair of the second list have equal versions, merges these two pairs."""
+    """Concatenates two lists of pairs (weight version, number of tokens). Merges the two pairs at
+    the boundary if these pairs have equal versions."""
     if first and then and first[-1][0] == then[0][0]:
         return (*first[:-1], (then[0][0], first[-1][1] + then[0][1]), *then[1:])
     return (*first, *then)

@@ -1,5 +1,5 @@
-"""Divides the rows of a model's tensors into blocks. Offline conversion and comparison process one
-block at a time.
+"""Divides the rows of a model's tensors into blocks. Offline conversion and offline comparison
+handle one block at a time.
 
 A block contains some rows of one Megatron tensor of the whole model, and the corresponding rows of
 the Hugging Face tensors. The size of a block is a few MB. A conversion in either direction holds at
@@ -50,8 +50,8 @@ class Block:
         return (self.stop - self.start) * math.prod(self.size[1:])
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the block's tensor in a checkpoint whose weights have dtype
-        `model`."""
+        """Returns the dtype in which a checkpoint stores the block's tensor, if the model's weights
+        have the dtype `model`."""
         return torch.float32 if self.rule.float32 else model
 
 
@@ -114,15 +114,15 @@ def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:
-    """Returns the shape of a model that has only the query groups of the block."""
+    """Returns the ModelShape of a model that has only the query groups of the block."""
     groups = (block.hf[1].stop - block.hf[1].start) // shape.head_dim
     return replace(shape, kv_heads=groups, heads=groups * (shape.heads // shape.kv_heads))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a parameter in a checkpoint. The place consists of a tensor and of indices in the
-    tensor's leading dimensions (layer, expert)."""
+    """Place of a parameter in a checkpoint. A place consists of a tensor's key and of indices in
+    the tensor's leading dimensions (layer, expert)."""
 
     key: str
     lead: tuple[int, ...] = ()
@@ -151,8 +151,9 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def places(megatron: str) -> list[Place]:
-    """Returns every place where a checkpoint may hold a parameter. Checkpoints usually stack layers
-    and experts in one tensor. Other checkpoints name layers and experts one by one."""
+    """Returns every place at which a checkpoint may hold a parameter. Most checkpoints stack layers
+    and experts in one tensor. Other checkpoints store each layer and each expert under a name of
+    its own."""
     in_layer = _LAYER.fullmatch(megatron)
     if not in_layer:
         return [Place(megatron)]
@@ -170,8 +171,8 @@ def places(megatron: str) -> list[Place]:
 
 
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
-    """Returns the places of a parameter in a converted checkpoint. If layers differ, the layers are
-    named one by one, as in Megatron.
+    """Returns the places of a parameter in a converted checkpoint. If the layers of the model
+    differ, each layer is stored under a name of its own, as in Megatron.
 
     The norm before experts, and the norms of latent attention, have one name in Megatron's local
     layers and another name in Transformer Engine's layers. A norm with two names is written under

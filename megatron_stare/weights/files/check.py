@@ -1,5 +1,5 @@
 """Checks that the weights of a Hugging Face folder match the folder's config.json. The checks read
-the headers of the weight files."""
+only the headers of the weight files, except for a tied head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PIECE = 1 << 24  # bytes compared at a time
 
 def rules(shape: ModelShape) -> list[Rule]:
     """Returns a rule for each parameter of the model, with layer and expert numbers filled into the
-    names. A parameter with two names appears once."""
+    names. A parameter with two names gets only one rule."""
     family = family_of(shape)
     found: dict[tuple[str, ...], Rule] = {}
     for rule in family.rules:
@@ -42,9 +42,9 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Returns the names of the tensors that a folder may hold but the model does not use. The model
-    does not use tensors that config.json determines, a tied head (which equals the embedding), and
-    tensors that the family leaves out."""
+    """Returns the names of tensors that a folder may hold although the model does not use these
+    tensors. There are three kinds of unused tensors: tensors that config.json determines, a tied
+    head (which equals the embedding), and tensors that the model family leaves out."""
     family = family_of(shape)
     return {
         name
@@ -108,7 +108,7 @@ def _refuse_missing(names: list[str], path: Path) -> None:
 
 def _check_tied(head: Entry, embedding: Entry) -> None:
     """Raises DataError if a stored head differs from the embedding that the head is tied to. If
-    head and embedding differ, transformers and other software would use different heads."""
+    head and embedding differed, transformers and other software would use different heads."""
     same = (head.dtype, head.shape, head.nbytes) == (
         embedding.dtype,
         embedding.shape,

@@ -1,10 +1,11 @@
 """Converts Hugging Face folders to Megatron's distributed checkpoints and back, block by block, in
 several processes.
 
-A distributed checkpoint does not depend on the parallel layout. The checkpoints written here load
-at any tensor, pipeline, virtual pipeline and expert parallelism. Checkpoints that were saved at any
-parallel layout can be read. docs/checkpoints.md describes the formats. An optional check reads
-source and result again, and compares the result with the source bit for bit.
+A distributed checkpoint does not depend on the parallel layout. A checkpoint that this module
+writes can be loaded at any degree of tensor, pipeline, virtual pipeline and expert parallelism.
+This module also reads checkpoints that were saved with any parallel layout. The page
+docs/checkpoints.md describes the formats. An optional check reads source and result again, and
+compares the result with the source bit for bit.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
 
 def companions_of(checkpoint: Path) -> Path:
     """Returns the folder that contains a checkpoint's config.json and tokenizer. The folder is the
-    checkpoint itself, or the model from which the checkpoint's run started."""
+    checkpoint itself, or the model folder from which the checkpoint's run started."""
     run_dir = checkpoint.resolve().parent.parent
     recorded = run_dir / "config.yaml"
     started_from = []
@@ -199,7 +200,7 @@ def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class HfPart:
-    """The blocks that one process writes, with source and target."""
+    """Blocks that one process writes, with the source and the target of these blocks."""
 
     checkpoint: Path
     entries: dict[str, Entry]
@@ -320,8 +321,9 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
 
 
 def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
-    """Tells whether two tensors are bitwise equal in the narrower of their dtypes. If their dtypes
-    differ but are equally wide, compares the tensors in the dtype `converted`."""
+    """Tells whether two tensors are bitwise equal after conversion to the narrower of the two
+    dtypes. If the two dtypes differ but are equally wide, the tensors are compared in the dtype
+    `converted`."""
     if a.dtype != b.dtype:
         narrow = min(a.dtype, b.dtype, key=lambda dtype: (dtype.itemsize, dtype != converted))
         a, b = a.to(narrow), b.to(narrow)

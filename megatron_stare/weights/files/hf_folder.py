@@ -1,8 +1,8 @@
 """Reads and writes Hugging Face folders. Reads a folder tensor by tensor, so that no process holds
 a whole model twice.
 
-Writing a folder first creates all files at their final size, with headers and index. Then each
-process writes its own tensors into the files.
+A folder is written in two steps. One process creates all files at their final size, with headers
+and index. Each process then writes its own tensors into the files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # by tensor name
 
 
 def locate(path: Path) -> dict[str, Path]:
-    """Returns the file of every tensor of a Hugging Face folder, by name.
+    """Returns the file that holds each tensor of a Hugging Face folder, by tensor name.
 
     Raises:
         DataError: the folder has no safetensors files, the index cannot be read, or a file that the
@@ -78,8 +78,8 @@ def locate(path: Path) -> dict[str, Path]:
 
 
 class HfFolder:
-    """Weights of a Hugging Face folder, by name. The weights are read slice by slice from
-    safetensors files."""
+    """Weights of a Hugging Face folder, accessed by tensor name. The weights are read slice by
+    slice from safetensors files."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises DataError if the folder has no readable safetensors files."""
@@ -112,7 +112,7 @@ class HfFolder:
 
 def exported_step(path: Path) -> int | None:
     """Returns the step that is recorded in a folder's weight files. Returns None if no step is
-    recorded, or if there is no folder with readable weights."""
+    recorded, or if the weights are missing or unreadable."""
     try:
         with safe_open(next(iter(locate(path).values())), framework="pt") as file:
             step = (file.metadata() or {}).get("step")
@@ -140,8 +140,8 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
 
 
 def add_stops(folder: Path, ids: Collection[int]) -> None:
-    """Adds the tokens that end a response to generation_config.json. If generation_config.json
-    names no tokens that end a response, the end tokens of config.json are added too."""
+    """Adds the end-of-response tokens `ids` to generation_config.json. If generation_config.json
+    lists no end tokens, the end tokens of config.json are added too."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text()) if path.exists() else {}
     config = json.loads((folder / "config.json").read_text())
@@ -223,14 +223,14 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype]) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Returns the most common dtype of a model's tensors. Also returns the dtypes of all other
-    tensors by name."""
+    """Returns the most frequent dtype of a model's tensors. Also returns, by name, the dtype of
+    every tensor that has another dtype."""
     main = Counter(dtypes.values()).most_common(1)[0][0]
     return main, {name: dtype for name, dtype in dtypes.items() if dtype != main}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns a dtype's name as in config.json."""
+    """Returns the name of a dtype as config.json spells it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -240,11 +240,12 @@ def write_folder(
     companions_from: str | Path,
     step: int | None = None,
 ) -> None:
-    """Writes a folder that `transformers` can load. The folder contains the weights, and the config
-    and tokenizer of `companions_from`.
+    """Writes a folder that `transformers` can load. The folder contains the weights, and copies of
+    the config and the tokenizer in `companions_from`.
 
-    config.json names the most common dtype of the weights. `transformers` loads all weights in this
-    dtype. An existing folder is replaced only after the new folder is complete.
+    The folder's config.json names the most frequent dtype of the weights. `transformers` loads all
+    weights in the dtype that config.json names. An existing folder is replaced only after the new
+    folder is complete.
 
     Raises:
         UserError: the folder cannot be written.

@@ -1,11 +1,10 @@
-"""Writes and reads the manifest of a checkpoint. The manifest is a separate file with the name, the
-length and the SHA-256 of each other file of the checkpoint.
+"""Writes and reads the manifest of a checkpoint. The manifest is a file that lists the name, the
+length and the SHA-256 of every other file of the checkpoint.
 
-The process that writes a file computes the file's checksum, from the bytes that the process passes
-to the operating system. Only small files that other code wrote are read back for their checksums
-(see `sums_of`). Every rank computes the checksums of the files that the rank writes, and the driver
-computes the checksums of the files that the driver adds. Checksums are checked before anything is
-loaded.
+The process that writes a file also computes the file's checksum, from the bytes that are passed to
+the operating system. Only small files that other code wrote are read back to compute their
+checksums (see `sums_of`). Every rank computes the checksums of its own files, and the driver
+computes the checksums of the files that it adds. Checksums are checked before anything is loaded.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class SummedFile(io.BufferedWriter):
     """Writes a new file from front to back, and computes the checksum of the written bytes.
 
     Attributes:
-        failure: first OSError of a write. A library that writes to the file may replace this error
-            by an error of its own.
+        `failure`: first OSError that a write raised. A library that writes to the file may replace
+            this error by an error of its own.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -100,7 +99,7 @@ def write_manifest(folder: Path, sums: Sums) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Sum] | None:
     """Returns lengths and checksums of all files of a checkpoint. Returns None if the checkpoint
-    has no manifest, like the checkpoints of earlier releases.
+    has no manifest. Checkpoints of earlier releases have no manifest.
 
     Raises:
         DataError: the manifest itself is damaged.
@@ -121,8 +120,8 @@ def read_manifest(folder: Path) -> dict[str, Sum] | None:
 
 
 def check_lengths(folder: Path, sums: Sums) -> None:
-    """Raises DataError if a file is missing or its length differs from the written length. The
-    error names the first such file."""
+    """Raises DataError if a file is missing, or if a file's length differs from the length in the
+    manifest. The error names the first missing or wrong file."""
     for name, written in sums.items():
         file = folder / name
         try:
@@ -140,7 +139,7 @@ def check_lengths(folder: Path, sums: Sums) -> None:
 
 def check_bytes(folder: Path, sums: Sums, threads: int = 1) -> None:
     """Reads the files completely. Raises DataError if the bytes of a file differ from the bytes
-    that were written; the error names the first such file."""
+    that were written. The error names the first damaged file."""
 
     def check(name: str) -> None:
         try:
@@ -162,7 +161,7 @@ def check_bytes(folder: Path, sums: Sums, threads: int = 1) -> None:
 
 
 def tensors_of(sums: Sums) -> dict[str, Sum]:
-    """Returns the files that hold tensors, which are many and large."""
+    """Returns the entries of the tensor files, which are large and numerous."""
     return {name: each for name, each in sums.items() if name.endswith(SHARD)}
 
 

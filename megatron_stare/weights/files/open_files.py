@@ -11,8 +11,8 @@ from megatron_stare.errors import DataError
 
 
 class OpenFiles:
-    """Maps files to file descriptors. A descriptor is opened at the first access to its file. At
-    its end, the context manager closes all descriptors."""
+    """Maps files to file descriptors. A descriptor is opened at the first access to its file. When
+    the context ends, all descriptors are closed."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags
@@ -41,8 +41,8 @@ class OpenFiles:
 
 
 def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> None:
-    """Copies part of an open file into another open file. The copy runs inside the kernel if the
-    file systems allow such a copy.
+    """Copies part of an open file into another open file. The copy is made inside the kernel if
+    both file systems support copy_file_range.
 
     Raises:
         OSError: the target cannot be written.

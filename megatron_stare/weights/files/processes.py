@@ -27,7 +27,8 @@ def run_parts(
     where: str = "convert",
 ) -> list[Result]:
     """Calls function(part, advance) for every part and returns the results in the order of the
-    parts. Each part runs in its own process, but a single part runs in the caller's process.
+    parts. If there are several parts, each part runs in its own process. A single part runs in the
+    caller's process.
 
     Args:
         function: function that can be imported by name. The function must call its argument

@@ -1,8 +1,8 @@
-"""Reads and writes safetensors files piece by piece. The functions also read and make a file's
-header. The header gives the place of each tensor in the file.
+"""Reads and writes safetensors files piece by piece. This module also reads and creates the headers
+of the files. A file's header gives the place of each tensor in the file.
 
-A file holds the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and
-last byte) and the data.
+A file holds the length of its header (8 bytes), the header (JSON with the name, dtype, shape, first
+and last byte of each tensor) and the data.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def read_rows(
 
 
 def write_rows(descriptor: int, entry: Entry, start: int, rows: Tensor) -> None:
-    """Writes contiguous rows into the file of a tensor, from the tensor's row `start` on. The rows
-    have the tensor's dtype. Raises OSError if the write fails."""
+    """Writes contiguous rows of a tensor into the tensor's file, beginning at the tensor's row
+    `start`. The rows must have the tensor's dtype. Raises OSError if the write fails."""
     view = rows.reshape(-1).view(torch.uint8).numpy().data
     position, done = entry.start + start * (entry.nbytes // entry.shape[0]), 0
     while done < len(view):

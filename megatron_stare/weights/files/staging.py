@@ -1,5 +1,5 @@
-"""Makes output that is either complete or absent. The output is written beside its target and moved
-to the target at the end."""
+"""Creates an output folder that is either complete or absent. The output is written to a temporary
+folder beside the target. At the end, the temporary folder is renamed to the name of the target."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Pat
 
 
 def sync_entry(path: Path) -> None:
-    """Flushes a file's contents, or a folder's list of names, to disk."""
+    """Flushes the contents of a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,9 +2,9 @@
 group.
 
 The files have the format of torch.distributed.checkpoint. `.metadata` lists the tensors. For each
-chunk of a tensor, `.metadata` gives the file and the byte range. A chunk is stored as one tensor
-that torch.save wrote. Megatron adds `metadata.json` and `common.pt`. `check_checkpoint` compares
-the tensors with a model's config.json, using only the metadata.
+chunk of a tensor, `.metadata` gives the file and the byte range. Each chunk is stored as one
+tensor, written by torch.save. Megatron adds `metadata.json` and `common.pt`. `check_checkpoint`
+compares the tensors with a model's config.json, using only the metadata.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class TorchDist:
             )
 
     def place(self, megatron: str) -> Place:
-        """Returns the tensor and indices under which this checkpoint stores a parameter. Raises
-        DataError if this checkpoint lacks the parameter."""
+        """Returns the place at which this checkpoint stores a parameter. Raises DataError if this
+        checkpoint lacks the parameter."""
         for place in places(megatron):
             if place.key in self.sizes:
                 return place
@@ -157,8 +157,9 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Returns the pair of a block's file and the block's position in the file. If blocks are
-        read in the order of these pairs, each file is read from front to back."""
+        """Returns the file that holds a block, and a sort key for the block's position in this
+        file. If blocks are read in the order of the returned pairs, each file is read from front to
+        back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):
@@ -229,7 +230,7 @@ class TorchDist:
         return None
 
     def _read(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> Tensor:
-        """Reads only rows [start, stop) of the matrix at `index` of a chunk."""
+        """Reads rows [start, stop) of the matrix at `index` in a chunk, and no other bytes."""
         at, part = self._find(chunk, index, start, stop)
         file = self.path / chunk.file
         data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)

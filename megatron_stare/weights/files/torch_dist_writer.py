@@ -1,8 +1,8 @@
 """Writes a distributed checkpoint from a Hugging Face folder, with torch.distributed.checkpoint's
 own writer.
 
-The writer requests each tensor just before writing the tensor. The tensor is read from the Hugging
-Face folder only at this request.
+The writer requests each tensor just before writing the tensor. Each tensor is read from the Hugging
+Face folder only when the writer requests the tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_stare.weights.files.safetensors_file import Entry, read_rows
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """Part of a checkpoint that one process writes, with its source, its plan and its target
+    """Part of a checkpoint that one process writes, with the part's source, plan and target
     folder."""
 
     folder: Path
@@ -86,8 +86,8 @@ def plan_parts(
 
 def _extra_states(blocks: Sequence[list[Block]], shape: ModelShape) -> list[str]:
     """Returns the keys of the extra states of Megatron's linear layers. Megatron's linear layers
-    save extra states with their weights and require extra states when they load. Transformer Engine
-    stores scaling factors in the extra states. The extra states written here are empty."""
+    save extra states beside the weights, and cannot be loaded without extra states. Transformer
+    Engine stores scaling factors in the extra states. The extra states written here are empty."""
     keys: dict[str, None] = {}  # in order
     for rule in (block.rule for part in blocks for block in part):
         if rule.layout in _LINEAR and rule.megatron.endswith(".weight"):
@@ -156,7 +156,7 @@ def write_checkpoint_part(part: MegatronPart, advance: Advance) -> list[WriteRes
 
 
 def _first(error: BaseException) -> BaseException:
-    """Returns the original error behind an error."""
+    """Returns the error at the start of a chain of errors (`__context__`)."""
     while error.__context__ is not None:
         error = error.__context__
     return error

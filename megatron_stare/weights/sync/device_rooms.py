@@ -1,6 +1,6 @@
-"""Provides memory for buckets that another process on the same machine can open. The memory is on a
-GPU, or on the host in files in shared memory. On the host, the files take the place of GPU memory
-handles. Files and handles both work only within one machine."""
+"""Provides bucket memory that another process on the same machine can open. The memory is on a GPU,
+or in shared-memory files on the host. Another process opens memory on a GPU by a handle, and memory
+on the host by its file. Handles and files both work only within one machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FOLDER, PREFIX = Path("/dev/shm"), "megatron-stare-weights-"
 
 
 class DeviceRooms:
-    """Provides memory for buckets, from two buffers in turn. Every second request reuses the same
-    buffer, so a caller must be done with the first bucket before requesting the third. `close`
-    frees both buffers."""
+    """Provides memory for buckets from two buffers that alternate. The third bucket reuses the
+    memory of the first bucket, so a caller must finish with the first bucket before requesting the
+    third. `close` frees both buffers."""
 
     def __init__(self) -> None:
         self._rooms: list[Tensor] = []
@@ -40,8 +40,8 @@ class DeviceRooms:
         return torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Frees the memory. A process that has opened a buffer keeps that buffer. A later request
-        allocates new buffers."""
+        """Frees the memory. A process that has opened a buffer can still use this buffer. The next
+        requests allocate new buffers."""
         self._rooms = []
         while self._files:
             self._files.pop().unlink(missing_ok=True)

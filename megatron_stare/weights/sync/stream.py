@@ -1,10 +1,10 @@
 """Streams the weights of the live policy as complete Hugging Face tensors. The tensors are gathered
 over tensor, pipeline and expert parallel ranks.
 
-Tensors travel in flat buckets of bounded size (stream_plan.py). Every bucket is gathered on one
+Tensors are sent in flat buckets of bounded size (stream_plan.py). Every bucket is gathered on one
 rank, the sender, because engines take weights from one process. No rank holds more than a few
-buckets besides its own shards. Every rank except the sender sends its pieces of a bucket in one
-message. The messages of the next bucket travel while the current bucket is consumed.
+buckets in memory besides its own shards. Every rank except the sender sends its pieces of a bucket
+in one message. The messages of the next bucket travel while the current bucket is consumed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def tensor_checksum(tensor: Tensor) -> str:
     The trainer computes the checksum of each tensor that it sends. The engine computes the checksum
     of each tensor that it holds after the update.
 
-    Any change of a bit, of the dtype or of the shape changes the checksum. Different layouts
-    (strides) of the same values have the same checksum. A contiguous CPU tensor is hashed in place,
-    without a copy. The speed is 1.2 to 1.5 GB/s on a core with SHA instructions, more than twice
-    the speed of BLAKE2.
+    The checksum changes if any bit, the dtype or the shape changes. Tensors with equal values but
+    different strides have the same checksum. A contiguous CPU tensor is hashed in place, without a
+    copy. Hashing runs at 1.2 to 1.5 GB/s on a core with SHA instructions, which is more than twice
+    as fast as BLAKE2.
     """
     # hashlib releases the GIL. The header distinguishes float32 [2, 3] from float32 [3, 2] and from
     # int32 with the same bytes.
@@ -80,9 +80,10 @@ def new_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class RoomsByTurns:
-    """Provides host memory for buckets, from two buffers in turn. Every second request reuses the
-    same buffer, so a caller must be done with the first bucket before requesting the third. For
-    buckets on a GPU, allocates new memory, which costs nothing on a GPU."""
+    """Provides host memory for buckets from two buffers that alternate. The third bucket reuses the
+    memory of the first bucket, so a caller must finish with the first bucket before requesting the
+    third. For buckets on a GPU, every request allocates new memory, because allocation costs
+    nothing on a GPU."""
 
     def __init__(self) -> None:
         self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
@@ -106,10 +107,10 @@ def stream(
     """Yields the plan's buckets, in order, on the sender. On all other ranks, yields None for each
     bucket.
 
-    All ranks of the group must exhaust the iterator. The ranks may be at different buckets. A rank
-    that sends pieces keeps at most two messages in flight. Shards must keep their values until the
-    iterator is exhausted. The caller owns each bucket. If the caller drops each bucket before
-    requesting the next bucket, at most two buckets are in memory.
+    All ranks of the group must exhaust the iterator. Different ranks may be at different buckets at
+    the same time. A rank that sends pieces keeps at most two messages in flight. Shards must keep
+    their values until the iterator is exhausted. The caller owns each bucket. If the caller drops
+    each bucket before requesting the next bucket, at most two buckets are in memory.
 
     Args:
         shards: this rank's shards of the plan, with the values to send.
@@ -195,7 +196,7 @@ def _filled(
     mine: Mapping[str, Shard],
     shape: ModelShape,
 ) -> Tensor:
-    """Fills the flat bucket, copying each piece once. The sender's own pieces come from the
+    """Fills the flat bucket and copies each piece only once. The sender's own pieces come from the
     sender's shards. The pieces of other ranks come from the messages that those ranks sent."""
     parcels.wait()
     for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
@@ -220,8 +221,8 @@ def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> I
 
 
 class _Parcels:
-    """Messages that the other ranks send for a bucket, one message per rank. Creating a _Parcels
-    object starts to receive the messages."""
+    """Messages with the other ranks' pieces of a bucket, one message per rank. The constructor
+    starts to receive the messages."""
 
     def __init__(
         self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device
@@ -248,7 +249,7 @@ class _Parcels:
 
 
 class _Sent:
-    """A rank's pieces of a bucket, copied into one message that is in flight to the sender."""
+    """Message in flight to the sender, with copies of one rank's pieces of a bucket."""
 
     def __init__(
         self,
@@ -275,7 +276,7 @@ class _Sent:
 def _post(
     operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None
 ) -> list[dist.Work]:
-    """Starts sending or receiving one buffer per rank."""
+    """Starts to send, or to receive, one buffer per rank."""
     operations = [
         dist.P2POp(operation, buffer, group=group, group_peer=rank)
         for rank, buffer in buffers.items()

@@ -1,7 +1,7 @@
 """Plans the weight stream. The plan says which rank holds which part of each Hugging Face tensor,
 and which tensors share a bucket.
 
-Each rank tells the sender once which pieces the rank holds. The sender cuts the stream into buckets
+Each rank reports its pieces to the sender, once per plan. The sender cuts the stream into buckets
 and sends the plan to all ranks. This module transfers only names, shapes and dtypes. The module
 stream.py transfers the weights.
 """
@@ -27,8 +27,8 @@ SENDER = 0  # rank of the group that gathers every bucket
 
 @dataclass(frozen=True)
 class Shard:
-    """A Megatron tensor of this rank. The tensor-parallel ranks hold `parts` parts, and this tensor
-    is the part with index `part`."""
+    """A Megatron tensor of this rank. The whole tensor is split into `parts` parts over the
+    tensor-parallel ranks, and this rank holds the part with index `part`."""
 
     name: str  # with the whole model's layer and expert numbers
     tensor: Tensor
@@ -111,7 +111,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Layout of a bucket, and the planned tensors of the bucket with their pieces. Each slot of the
+    """Layout of a bucket, and the bucket's tensors with the pieces of each tensor. Each slot of the
     layout has one planned tensor."""
 
     layout: BucketLayout
@@ -174,8 +174,8 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Held:
-    """A piece that a rank could contribute to the tensor `hf`. The tensor has `parts` parts along
-    dimension `cut`, and the piece is the part with index `part`."""
+    """A piece of the Hugging Face tensor `hf` that a rank holds and could send. The tensor is split
+    into `parts` parts along dimension `cut`, and the piece is the part with index `part`."""
 
     hf: str
     dtype: torch.dtype
@@ -225,8 +225,8 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
 
 
 def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
-    """Groups tensors that servers accept only together in one call. The groups are in the order of
-    their first tensors."""
+    """Groups the tensors that servers accept only together, in one call. The groups are ordered by
+    the positions of their first tensors."""
     family, units = family_of(shape), dict[str, list[PlannedTensor]]()
     for tensor in tensors:
         place = family.served(tensor.name, shape)
@@ -235,8 +235,8 @@ def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[Pla
 
 
 def _buckets(units: Sequence[list[PlannedTensor]], bucket_bytes: int) -> tuple[PlannedBucket, ...]:
-    """Fills buckets with units in order, one dtype after the other, so that tensors need no padding
-    between them. A unit (see `_units`) is never split."""
+    """Fills buckets with units in order, one dtype after the other. With only one dtype in a
+    bucket, no padding is needed between tensors. A unit (see `_units`) is never split."""
     buckets: list[list[PlannedTensor]] = []
     for dtype in dict.fromkeys(unit[0].dtype for unit in units):
         filled = 0

@@ -1,7 +1,7 @@
 """Defines three interfaces for the transfer of weights from the ranks to the engines. A
-WeightStream supplies the weights, bucket by bucket. A SyncTarget is a destination that bypasses the
-driver. A Sender sends one rank's weights to a target. Apart from the three interfaces, ranks know
-nothing about engines."""
+WeightStream supplies the weights, bucket by bucket. A SyncTarget is a destination to which ranks
+send weights without the driver. A Sender sends one rank's weights to a target. Apart from the three
+interfaces, ranks know nothing about engines."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Sender(Protocol):
 
     def handle(self, bucket: Bucket) -> Any:
         """Returns a handle of a bucket's memory. A rank of an engine on the same device can open
-        the handle. May be called outside this sender's turn."""
+        the handle. This method may also be called outside the sender's turn."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket. The bucket's memory then belongs to the sender. First waits for
-        the previous bucket, and raises the error if sending the previous bucket failed.
+        """Starts to send a bucket. After this call, the bucket's memory belongs to the sender.
+        Before it starts, this method waits until the previous bucket is sent, and raises the error
+        if sending that bucket failed.
 
         Args:
             handles: one handle for each rank of the engine, if the engine opens memory on its
@@ -48,7 +49,7 @@ class Sender(Protocol):
         """
 
     def end(self) -> Any:
-        """Waits for the last bucket, and raises the error if sending the last bucket failed.
+        """Waits until the last bucket is sent, and raises the error if sending that bucket failed.
         Returns data about the sent weights. The engines compare this data with the weights that the
         engines hold."""
 
@@ -61,8 +62,8 @@ class Sender(Protocol):
 
 
 class SyncTarget(Protocol):
-    """A destination for weights that bypass the driver. The destination is the servers of one
-    engine, or of all engines of a run.
+    """A destination to which ranks send weights without the driver. The destination consists of the
+    servers of one engine, or of all engines of a run.
 
     Engines create a SyncTarget, and ranks send weights through the SyncTarget. A SyncTarget is
     serialised and sent to the ranks. Ranks compare SyncTargets by value. A rank that gets an equal
@@ -75,8 +76,8 @@ class SyncTarget(Protocol):
 
     @property
     def leaves_files(self) -> bool:
-        """True if senders leave files that the engines fetch. The files stay until the senders are
-        told to `forget`."""
+        """True if senders leave files that the engines fetch. The files stay until `forget` is
+        called on the senders."""
 
     @property
     def owners_send(self) -> bool:
@@ -85,8 +86,9 @@ class SyncTarget(Protocol):
 
     @property
     def shares_devices(self) -> bool:
-        """True if engines run on the ranks' devices and open memory there. With shared devices, all
-        ranks send at the same time, and each rank sends to the engines on its own device."""
+        """True if engines run on the ranks' devices and open the ranks' memory there. With shared
+        devices, all ranks send at the same time, and each rank sends to the engines on its own
+        device."""
 
     def here(self, device: torch.device) -> Any:
         """Returns an identifier of this rank's machine and device."""
@@ -113,16 +115,16 @@ class SyncTarget(Protocol):
 
 
 class WeightStream(Protocol):
-    """Streams the policy's weights once. Either engines in processes of the run receive the weights
-    bucket by bucket, or the ranks that hold the weights send the weights to a target."""
+    """Streams the policy's weights once. With `buckets`, the caller receives the weights bucket by
+    bucket and passes them to engines. With `send_to`, the ranks that hold the weights send the
+    weights to a target."""
 
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Yields each bucket as a handle for workers, with the calls that the bucket depends on. A
-        caller should wait at the same time for the calls that the bucket depends on and for the
-        calls that use the bucket. An error in any of these calls is then raised immediately. Can be
-        iterated once.
+        """Yields each bucket as a handle for workers, together with the calls that the bucket
+        depends on. A caller should use one wait for the calls that a bucket depends on and the
+        calls that use the bucket, so that any error is raised immediately. Can be iterated once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.
@@ -134,10 +136,11 @@ class WeightStream(Protocol):
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
         """Starts to gather the weights for a later call of `send_to` with the same arguments. The
-        later call of `send_to` may be left out. Returns immediately."""
+        caller need not call `send_to` afterwards. Returns immediately."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """Sends all weights to the target. Returns the report of each sender for the engines.
+        """Sends all weights to the target. Returns one report per sender. The reports are meant for
+        the engines.
 
         Args:
             prove: whether to report checksums, which prove that the values arrived.
