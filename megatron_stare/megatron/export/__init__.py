@@ -1,1 +1,2 @@
-"""Exports weights from the ranks' shards to files under Hugging Face names, or to the engines."""
+"""Gathers the ranks' shards of the weights, and exports whole weights to the engines, or to files
+under Hugging Face names."""
