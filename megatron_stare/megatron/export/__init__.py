@@ -1,2 +1,2 @@
-"""Gathers the ranks' shards of the weights, and exports whole weights to the engines, or to files
-under Hugging Face names."""
+"""Exports the ranks' shards as whole weights, either to the engines or to files under Hugging Face
+names."""

@@ -1,5 +1,6 @@
 """Sends a pipeline stage's weights to the engines. The stage's first rank gathers and sends the
-weights. Optionally, each rank sends the experts that it owns itself, without a gather."""
+weights. If `SyncTarget.owners_send` is True, each rank sends its own experts directly, without a
+gather."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ UNLIKELY = math.log(1e-3)
 
 @dataclass(frozen=True)
 class Compared:
-    """The engine's log-prob minus the trainer's log-prob for each of this rank's tokens, in nats,
-    and the properties by which tokens are grouped.
+    """Differences "engine's log-prob minus trainer's log-prob" of this rank's tokens, in nats, and
+    the properties by which tokens are grouped.
 
     versions: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.
-    expected: number of tokens that all ranks together should hold. Fewer compared tokens mean that
+    expected: number of tokens that all ranks together should hold. If fewer tokens are compared,
         tokens are missing.
     """
 
@@ -51,7 +51,7 @@ class Compared:
     def of(
         cls, batch: RankBatch, engine: Tensor, trainer: Tensor, all_versions: Sequence[int]
     ) -> Compared:
-        """Compares [N] log-probs of engine and trainer."""
+        """Compares the engine's log-probs [N] with the trainer's log-probs [N]."""
         share, here = batch.share, trainer.device
         longest = int((share.response_lengths == share.response_lengths.max()).nonzero()[0])
         return cls(

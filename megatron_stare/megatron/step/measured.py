@@ -66,7 +66,8 @@ class Measured:
     forecast: dict[str, Tensor] = field(default_factory=dict)
 
     def requests(self, *, sampled: bool = True) -> dict[str, Request]:
-        """Returns requests for the metrics of the rollout batch, by name.
+        """Returns the requests from which the rollout batch's metrics are computed, keyed by metric
+        name.
 
         Args:
             sampled: False if no engine sampled the tokens. The tokens then have no log-probs of an
