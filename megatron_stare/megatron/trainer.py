@@ -215,8 +215,8 @@ class Trainer:
         return self.policy.layout.dp_rank
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Offloads parts of the policy (offload.py) to host memory. A later call that needs a part
-        brings the part back.
+        """Offloads parts of the policy (offload.py) to host memory. A later call that needs an
+        offloaded part brings the part back to the device.
 
         All ranks must call `offload`. Offloading is safe between any two calls, even while a
         checkpoint is being written. The checkpoint's writer reads its own copy of the data, or the
@@ -379,7 +379,7 @@ class Trainer:
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
         """Returns two tensors for this rank's N response tokens in the last batch: their indices
-        and their log-probs. The indices follow the batch's canonical order.
+        and their log-probs. The indices number the response tokens in the batch's canonical order.
 
         Only one rank of each tensor-parallel group of the last stage returns these tensors. All
         other ranks return None.
@@ -507,8 +507,8 @@ class Trainer:
         return self._export.own()
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Writes the tensors that `own_tensors` listed into their files. All ranks must call
-        `write_tensors` after `own_tensors`.
+        """Writes this rank's tensors, which `own_tensors` returned, into their files. All ranks
+        must call `write_tensors` after `own_tensors`.
 
         Raises:
             UserError: the tensors cannot be written.
@@ -521,7 +521,8 @@ class Trainer:
     @property
     def _moving_reference(self) -> list[nn.Module]:
         """The reference policy's model chunks if the configuration refreshes the reference policy,
-        else an empty list. Checkpoints must contain a refreshed reference policy."""
+        else an empty list. A reference policy that is refreshed must be part of every
+        checkpoint."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
@@ -557,12 +558,13 @@ class Trainer:
         )
 
     def saved(self) -> bool:
-        """Returns True if this rank's part of the checkpoint is written or has failed. In contrast,
-        `finish_save` waits for all ranks."""
+        """Returns True if this rank's part of the checkpoint is written, or if writing it has
+        failed. Unlike `saved`, `finish_save` waits for all ranks."""
         return self._saving is None or self._saving.written()
 
     def wait_saved(self) -> None:
-        """Waits until this rank has written its part of the checkpoint or has failed to."""
+        """Waits until this rank's part of the checkpoint is written, or until writing it has
+        failed."""
         if self._saving is not None:
             self._saving.wait()
 

@@ -185,8 +185,8 @@ def _to_download(path: str | Path) -> str:
 
 def published_shape(path: str | Path) -> ModelShape | None:
     """Returns a model shape that ships with the package. The shape makes it possible to plan or
-    rehearse a run without the model. The last component of `path` selects the shape, e.g.
-    Qwen2.5-32B in `models/Qwen2.5-32B`. Returns None if the path exists, or if no shape of this
+    rehearse a run without the model. The last component of `path`, such as Qwen2.5-32B in
+    `models/Qwen2.5-32B`, selects the shape. Returns None if the path exists, or if no shape of this
     name ships with the package."""
     whole = Path(path).name.lower()
     for name in (whole, whole.removeprefix("deepseek-")):

@@ -147,7 +147,7 @@ class ModelFamily:
 
     def has(self, name: str, shape: ModelShape) -> bool:
         """Returns True if a model of this shape has the Hugging Face tensor of this name. The
-        family's rules must contain this name."""
+        family's rules must contain `name`."""
         if name == "lm_head.weight":
             return not shape.tied
         if name.endswith("_proj.bias"):
@@ -275,8 +275,8 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary embedding's parameters, including `rope_type`. Since transformers 5,
-    config.json stores these parameters under the key `rope_parameters`. Older files store the
-    parameters under `rope_scaling`."""
+    config.json stores rotary parameters under the key `rope_parameters`. Older config.json files
+    store the same parameters under `rope_scaling`."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

@@ -129,7 +129,7 @@ def numbered(name: str) -> tuple[list[str], str]:
 
 
 def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, tp: int) -> Tensor:
-    """Returns this rank's Megatron tensor, made from whole Hugging Face tensors.
+    """Builds this rank's shard of a Megatron tensor from whole Hugging Face tensors.
 
     Args:
         parts: tensors of rule.hf in order, or the parts of a fused tensor. Safetensors slices,
@@ -161,8 +161,8 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """Splits this rank's Megatron tensor into blocks, one for each part in rule.sources. The
-    Megatron tensor may be a weight or a gradient.
+    """Splits this rank's shard of a Megatron tensor into blocks, one for each part in rule.sources.
+    The Megatron tensor is a weight or a gradient.
 
     Concatenating the blocks of one part from all ranks along the dimension rule.cut gives the whole
     part. Blocks are views of the shard, unless Megatron cut through a query group. The rows of a

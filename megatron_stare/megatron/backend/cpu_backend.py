@@ -36,7 +36,7 @@ _CUDA_TYPES = {
 @contextlib.contextmanager
 def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> Iterator[None]:
     """Sets the attribute `name` of `owner` to `value` while the context is open. On exit, restores
-    the earlier value, or removes the attribute if it was missing.
+    the earlier value, or removes the attribute if it did not exist before.
 
     Args:
         absent: true if the attribute may be missing at the start.
@@ -59,7 +59,7 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """Redirects torch calls that ask for a CUDA device to this rank's device. `device="cuda"` means
+    """Makes torch calls that ask for a CUDA device use this rank's device. `device="cuda"` means
     this rank's device, and `.cuda()` returns the tensor itself. Requests for pinned memory are
     ignored. `.type()` returns the name of the CUDA type, e.g. torch.cuda.FloatTensor, because
     optimizers look for this name."""

@@ -40,9 +40,9 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     fed: [k] int64 columns that are fed to the model, ascending.
-    stands: [s] int64 indices into `fed`, one for every column of the packed row. A column that is
-        fed has its own index. A column that is not fed has the index of the fed copy of the same
-        token, in another sample.
+    stands: [s] int64 indices into `fed`, one for every column of the packed row. For a column that
+        is fed, the entry is its own index in `fed`. For a column that is not fed, the entry is the
+        index of the fed copy of the same token, in another sample.
     """
 
     fed: Tensor

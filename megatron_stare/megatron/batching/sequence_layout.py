@@ -56,8 +56,8 @@ class Grid:
 
 
 class SequenceLayout(ABC):
-    """Layout of sequences over positions and ranks. Micro-batches, the output layer and the sums of
-    a step use this layout.
+    """Layout of sequences over positions and ranks. Micro-batches, the output layer and the
+    reductions over ranks use this layout.
 
     The layout records the sample and the token of every position. Targets, masks and places in the
     batch's canonical order are looked up by sample and token, so sequences can be split in any way.
@@ -66,8 +66,8 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Places the tokens of all micro-batches of a rank. `lengths` contains one tensor for each
-        micro-batch, with the lengths of the micro-batch's samples."""
+        """Assigns a position to every token in all micro-batches of a rank. `lengths` contains one
+        tensor for each micro-batch, with the lengths of the micro-batch's samples."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:

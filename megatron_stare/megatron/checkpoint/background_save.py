@@ -128,8 +128,8 @@ class BackgroundSave:
         return sums | self._of_the_first_rank()
 
     def _of_the_first_rank(self) -> dict[str, Sum]:
-        """Returns the lengths and checksums of the files that only Megatron's first rank writes.
-        The first rank's files contain the metadata, and the state that is not tensors."""
+        """Returns the lengths and checksums of the files that only rank 0 writes. The files that
+        only rank 0 writes contain the metadata and the non-tensor state."""
         if torch.distributed.get_rank() != 0:
             return {}
         folder = Path(self._folder)

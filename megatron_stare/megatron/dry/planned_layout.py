@@ -132,8 +132,8 @@ def assumptions(
 def faults(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int
 ) -> list[str]:
-    """Describes the faults of a layout in words. The list is empty if the ranks together hold the
-    model.
+    """Describes the faults of a layout in words. The returned list is empty if the ranks together
+    hold the whole model.
 
     Args:
         plans: plans of all ranks, in order.

@@ -336,7 +336,7 @@ def _share(tensors: Sequence[int], replicas: int | None) -> int:
     """Returns the number of a bucket's elements that the first replica updates.
 
     Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
-    per replica. The first replica updates the tensors in the first part. The padding between the
+    per replica. The first replica updates the elements in the first part. The padding between the
     aligned tensors is not counted as updated.
     """
     if replicas is None:

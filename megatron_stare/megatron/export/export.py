@@ -110,7 +110,7 @@ class PolicyStream:
     is planned once, and runs again for every weight sync.
 
     All ranks must create a PolicyStream and make the same calls: first `begin`, then `next` for
-    every bucket, then `end`. These calls return data only on the first rank.
+    every bucket, then `end`. `next` and `end` return data only on the first rank.
     """
 
     def __init__(

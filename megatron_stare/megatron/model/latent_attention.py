@@ -59,7 +59,8 @@ def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) ->
 
 class TokenRotary(RotaryEmbedding):
     """Computes rotary angles. In packed sequences without cu_seqlens_q, a token's position
-    determines its angles. For other inputs, Megatron's RotaryEmbedding computes the angles."""
+    determines its rotary angles. For other inputs, Megatron's RotaryEmbedding computes the
+    angles."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
         """Returns the positions [t] of the tokens if packed sequences have no cu_seqlens_q. For

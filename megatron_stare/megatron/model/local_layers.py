@@ -7,9 +7,11 @@ short sequences.
   attribute of the weight. On GPUs, our RMSNorm calls torch's kernel for the norm and its gradient.
   On CPUs, torch's own norm takes a dozen operations, and each operation reads and writes the whole
   input.
+
 - SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The operations of
   megatron-core copy both halves in forward and in backward. The fused SwiGLU of megatron-core needs
   a compiler, and Transformer Engine has its own fused SwiGLU.
+
 - The attention over short sequences is for CPUs, and keeps all scores in memory. The CPU kernel of
   torch runs small matrix products for every head of every sequence, forward and backward. For short
   sequences, starting so many small products takes longer than computing them. Our attention over

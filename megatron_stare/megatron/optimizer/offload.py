@@ -57,7 +57,7 @@ class DeviceState:
         self._kept: dict[int, list[Tensor]] = {}  # pinned memory for reuse, by size
 
     def storages(self) -> dict[str, list[UntypedStorage]]:
-        """Returns the storages of each part, and lists a storage that several parts share only
+        """Returns the storages of each part. A storage that several parts share is listed only
         once. The result includes the emptied storages of offloaded parts, but no storages on other
         devices."""
         found: dict[str, list[UntypedStorage]] = {}

@@ -150,7 +150,7 @@ class Outcome:
     empty: whether no token of the batch had a loss.
     skipped: whether the step was skipped because the loss scale was too large for float16. The next
     update uses the same scale or a smaller scale.
-    held: whether the step was not taken because the gradient norm was above its limit.
+    held: whether no step was taken because the gradient norm was above its limit.
     """
 
     grad_norm: float

@@ -1,17 +1,17 @@
 """Describes the optimizer's state as parts of the whole model's tensors, independent of the layout.
 
-If experts are divided over ranks, Megatron has a separate optimizer for experts; otherwise, one
-optimizer updates all parameters. Megatron's own checkpoints contain the settings of each optimizer.
-This module saves only tensors and the step count, under names that do not contain an optimizer's
-index in the chain. On a resume, the optimizers' settings come from the configuration, and the
-schedule sets the learning rates before every step.
+If experts are divided over ranks, Megatron has a separate optimizer for experts. Without such a
+division, one optimizer updates all parameters. Megatron's own checkpoints contain the settings of
+each optimizer. This module saves only tensors and the step count, under names that do not contain
+an optimizer's index in the chain. On a resume, the optimizers' settings come from the
+configuration, and the schedule sets the learning rates before every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
 FusedAdam keep the step count in a number per parameter group. FusedAdam creates the step count at
 its first step, so the place of the step count is not visible in a new optimizer. `step_place` finds
-the place of the step count without relying on the names of optimizers. For this, the optimizer
-steps a probe parameter with one element, and `step_place` then looks for the step count.
+the place of the step count without relying on the names of optimizers. The optimizer steps a probe
+parameter with one element, and `step_place` then looks for the step count.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ UNLIKELY = math.log(1e-3)
 
 @dataclass(frozen=True)
 class Compared:
-    """Differences "engine's log-prob minus trainer's log-prob" of this rank's tokens, in nats, and
-    the properties by which tokens are grouped.
+    """Holds, for each of this rank's tokens, the engine's log-prob minus the trainer's log-prob, in
+    nats, and the properties by which tokens are grouped.
 
     versions: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.
-    expected: number of tokens that all ranks together should hold. If fewer tokens are compared,
-        tokens are missing.
+    expected: number of tokens that all ranks together should hold. If fewer tokens than `expected`
+        are compared, tokens are missing.
     """
 
     values: Tensor  # [N] float32
@@ -65,7 +65,7 @@ class Compared:
         )
 
     def summary(self, group: ProcessGroup | None) -> LogProbDifference:
-        """Summarises the tokens of all ranks of `group`. These ranks must call `summary`
+        """Summarises the tokens of all ranks of `group`. All ranks of `group` must call `summary`
         together."""
         size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
         ranges = {

@@ -115,8 +115,8 @@ class Objective:
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Returns the requests from which the update's metrics are computed, keyed by metric name.
-        The requests use the tensors that `loss` logged on this rank, and their answers cover all
+        """Returns the statistics requests for the update's metrics, keyed by metric name. The
+        requests use the tensors that `loss` logged on this rank, and their answers cover all
         ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {

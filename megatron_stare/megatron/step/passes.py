@@ -154,8 +154,8 @@ def _run(
 
 
 class Reference:
-    """The reference policy, without gradients, in the trainer's layout. The weights come from
-    model.reference_path, or from model.path if no reference path is set.
+    """The reference policy, without gradients, in the trainer's layout. The reference policy's
+    weights come from model.reference_path, or from model.path if no reference path is set.
 
     Args:
         shape: shape of the trained policy. The reference policy has the same shape.
@@ -174,8 +174,8 @@ class Reference:
         self._move("cpu" if self._offload else str(device()))
 
     def compute_log_probs(self, batch: RankBatch, head: Head) -> Tensor:
-        """Returns the reference policy's log-probs [N] of this rank's response positions. The pass
-        runs over the same micro-batches as the policy's passes."""
+        """Returns the reference policy's log-probs [N] of this rank's response positions. The
+        reference policy's pass runs over the same micro-batches as the policy's passes."""
         self._move(str(device()))
         log_prob, _ = compute_log_probs(self.model, batch, head)
         if self._offload:

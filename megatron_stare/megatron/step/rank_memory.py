@@ -57,7 +57,7 @@ class SavedForBackward:
         return address
 
     def drop(self, address: int) -> None:
-        """Records that one saved tensor fewer uses the storage at this address."""
+        """Records that a saved tensor no longer uses the storage at this address."""
         known = self._held[address]
         known[0] -= 1
         if not known[0]:

@@ -2,8 +2,8 @@
 show whether a checkpoint restored the whole state.
 
 The log-probs of a canary batch verify the weights, but not the optimizer. A lost optimizer state
-raises no error and shows only in later steps. Added over all ranks, the sums are the same in every
-layout, up to rounding in float64.
+raises no error and shows only in later steps. Added up over all ranks, the sums are the same in
+every layout, up to rounding in float64.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class Step:
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
         """Computes the method's statistics over the rollout batch, and the method's state for this
-        step. The state changes once per rollout batch."""
+        step. The method's state changes once per rollout batch."""
         if self.measured is None:
             return
         before = {
@@ -268,7 +268,7 @@ class Step:
         """Returns the objective of an update, or None on all pipeline stages but the last.
 
         For every update after the first, all ranks must call `_make_objective`, because the call
-        may run a forward pass. If `statistics.surprisal` is `current`, this forward pass recomputes
+        may run a forward pass. If `statistics.surprisal` is `current`, a forward pass recomputes
         the surprisals of the update's mini-batch.
         """
         mini_batch = self._mini_batch(number)

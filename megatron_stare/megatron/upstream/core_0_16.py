@@ -44,8 +44,8 @@ def begin_save(
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Reads the state in a checkpoint that is not tensors. Release 0.16 of megatron-core saves this
-    state in a file. Release 0.19 saves the state that is not tensors as an object among the
+    """Reads the non-tensor state of a checkpoint. Release 0.16 of megatron-core saves the
+    non-tensor state in a file. Release 0.19 saves the non-tensor state as an object among the
     tensors."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class _LoadCommon(TorchCommonLoadStrategy):
 
 
 def load_common(folder: str) -> dict[str, Any]:
-    """Reads the state in a checkpoint that is not tensors."""
+    """Reads the non-tensor state of a checkpoint."""
     return _LoadCommon().load_common(folder)
 
 

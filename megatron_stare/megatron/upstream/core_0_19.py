@@ -39,7 +39,7 @@ def begin_save(
 
 
 def load_common(folder: str) -> dict[str, Any]:
-    """Reads the state in a checkpoint that is not tensors."""
+    """Reads the non-tensor state of a checkpoint."""
     return dist_checkpointing.load_common_state_dict(folder)
 
 
