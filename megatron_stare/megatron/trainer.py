@@ -1,8 +1,9 @@
-"""Defines one rank of the trainer as a plain class. A runner creates the trainer in its own process
-or in an actor.
+"""Defines one rank of the trainer as a plain class. A runner creates the trainer either in the
+runner's own process or in a Ray actor.
 
-Builds model and optimizer, serves the driver's calls, and saves and loads checkpoints. step.py
-processes a rollout batch, and the weight stream passes new weights to the engines.
+The trainer builds model and optimizer, serves the driver's calls, and saves and loads checkpoints.
+The module step.py processes a rollout batch, and the weight stream passes new weights to the
+engines.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def marked(name: str) -> Iterator[None]:
 
 
 class StepProfile:
-    """Records this process's operators until `write` is called. On CUDA, also records its
-    kernels."""
+    """Records the torch operators of this process until `write` is called. On CUDA, also records
+    the process's kernels."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -214,8 +215,8 @@ class Trainer:
         return self.policy.layout.dp_rank
 
     def offload(self, parts: Collection[str] = PARTS) -> None:
-        """Offloads parts of the policy (offload.py) to host memory. A later call that needs a part
-        brings the part back.
+        """Offloads parts of the policy (offload.py) to host memory. A later call that needs an
+        offloaded part brings the part back to the device.
 
         All ranks must call `offload`. Offloading is safe between any two calls, even while a
         checkpoint is being written. The checkpoint's writer reads its own copy of the data, or the
@@ -281,8 +282,8 @@ class Trainer:
     def compare_with(
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
-        """Compares the trainer's log-probs of any batch, at any temperature, with the log-probs
-        [engines, whole batch] of several engines; see `compare`.
+        """Compares the trainer's log-probs of any batch, at any temperature, with the log-probs of
+        several engines, [engines, whole batch]; see `compare`.
 
         The engines' log-probs must be in canonical order. `compare_with` leaves the trainer's last
         batch unchanged.
@@ -351,7 +352,7 @@ class Trainer:
             return self.step.update(number, dump_to, watched, norm_limit)
 
     def begin_profile(self) -> None:
-        """Starts recording this rank's operations, until `end_profile`."""
+        """Records this rank's operations until `end_profile` is called."""
         self._profile = StepProfile()
 
     def end_profile(self, folder: str, step: int) -> str | None:
@@ -368,8 +369,8 @@ class Trainer:
         return None
 
     def not_finite(self) -> NotFinite:
-        """Finds the numbers on this rank that are not finite. Call `not_finite` after an update was
-        skipped because of such numbers."""
+        """Finds weights, gradients and samples with NaN or infinite numbers on this rank. Call
+        `not_finite` after NaN or infinite numbers caused an update to be skipped."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
         return look(
@@ -377,8 +378,8 @@ class Trainer:
         )
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
-        """Returns the indices and the log-probs of this rank's response tokens [N] in the last
-        batch. The indices follow the batch's canonical order.
+        """Returns two tensors for this rank's N response tokens in the last batch: their indices
+        and their log-probs. The indices number the response tokens in the batch's canonical order.
 
         Only one rank of each tensor-parallel group of the last stage returns these tensors. All
         other ranks return None.
@@ -389,12 +390,13 @@ class Trainer:
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the watched samples' token numbers from the last batch's updates. Ranks that
-        report no token numbers return an empty list."""
+        """Returns the TokenNumbers of the watched samples, from the updates on the last batch. Only
+        one rank of each tensor-parallel group of the last stage returns TokenNumbers. All other
+        ranks return an empty list."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
-        """Makes the current policy the reference policy."""
+        """Copies the current policy's weights into the reference policy."""
         if self.policy.reference is None:
             raise RuntimeError("there is no reference policy")
         self.onload(("parameters", "reference"))
@@ -409,8 +411,8 @@ class Trainer:
         return export_hf(self.policy.model, self.policy.shape, self.policy.layout)
 
     def bucket_layouts(self) -> tuple[BucketLayout, ...]:
-        """Returns the layout of each bucket of the weight stream, which lists the bucket's
-        tensors."""
+        """Returns the layout of each bucket of the weight stream. The layout of a bucket lists the
+        bucket's tensors."""
         return self.stream.layouts
 
     def begin_weight_stream(self, checksums: bool = True) -> None:
@@ -462,9 +464,9 @@ class Trainer:
         self._prepared.prepare(target, prove)
 
     def send_weights(self, *after: Any) -> Any:
-        """Sends this stage's weights, or all weights if engines share devices. All ranks of the
-        stage must call `send_weights` after `prepare_weights`. If engines share devices, all ranks
-        of the trainer must call `send_weights`.
+        """Sends this stage's weights, or all weights if engines share devices with the trainer. All
+        ranks of the stage must call `send_weights` after `prepare_weights`. If engines share
+        devices with the trainer, all ranks of the trainer must call `send_weights`.
 
         Args:
             after: results of other workers' calls that must finish first; their values are ignored.
@@ -479,8 +481,8 @@ class Trainer:
         return self._prepared.send()
 
     def send_own_weights(self, *after: Any) -> Any:
-        """Sends the experts that this rank owns, unless this rank has sent the experts already.
-        `after` is described in `send_weights`.
+        """Sends the experts that this rank owns, unless this rank has already sent them. `after` is
+        described in `send_weights`.
 
         Returns:
             The `Sender.end` result, which the engines verify, or None if this rank has no experts
@@ -491,7 +493,7 @@ class Trainer:
         return self._prepared.send_own()
 
     def forget_weights(self) -> None:
-        """Removes data that this rank left for the engines to fetch."""
+        """Removes the data that this rank stored for the engines to fetch."""
         if self._stage_send is not None:
             self._stage_send.forget()
 
@@ -505,8 +507,8 @@ class Trainer:
         return self._export.own()
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Writes the tensors of `own_tensors` into their files. All ranks must call `write_tensors`
-        after `own_tensors`.
+        """Writes this rank's tensors, which `own_tensors` returned, into their files. All ranks
+        must call `write_tensors` after `own_tensors`.
 
         Raises:
             UserError: the tensors cannot be written.
@@ -519,7 +521,8 @@ class Trainer:
     @property
     def _moving_reference(self) -> list[nn.Module]:
         """The reference policy's model chunks if the configuration refreshes the reference policy,
-        else an empty list. Checkpoints must contain a refreshed reference policy."""
+        else an empty list. A reference policy that is refreshed must be part of every
+        checkpoint."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
@@ -530,8 +533,9 @@ class Trainer:
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
-        """Returns the log-probs of a canary batch and the sums of tensors. These numbers identify
-        the weights and the state that this rank holds. All ranks must call `prove`."""
+        """Returns the log-probs of a canary batch, and the sums of this rank's tensors. The
+        log-probs and the sums identify the weights and the state that this rank holds. All ranks
+        must call `prove`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)
@@ -554,12 +558,13 @@ class Trainer:
         )
 
     def saved(self) -> bool:
-        """Returns True once this rank's part of the checkpoint is written or has failed.
-        `finish_save` waits for the other ranks too."""
+        """Returns True if this rank's part of the checkpoint is written, or if writing it has
+        failed. Unlike `saved`, `finish_save` waits for all ranks."""
         return self._saving is None or self._saving.written()
 
     def wait_saved(self) -> None:
-        """Waits until this rank's part of the checkpoint is written or has failed."""
+        """Waits until this rank's part of the checkpoint is written, or until writing it has
+        failed."""
         if self._saving is not None:
             self._saving.wait()
 
@@ -576,9 +581,9 @@ class Trainer:
         return {} if saving is None else saving.finish()
 
     def verify(self, folder: str) -> None:
-        """Verifies this rank's share of a checkpoint's tensor files. Raises DataError if a file
-        changed since it was written. A checkpoint of an earlier release has no checksums and always
-        passes."""
+        """Verifies the checksums of this rank's share of a checkpoint's tensor files. Raises
+        DataError if a file changed since it was written. A checkpoint of an earlier release has no
+        checksums and always passes."""
         sums, layout = read_manifest(Path(folder)) or {}, self.policy.layout
         mine = shares(tensors_of(sums), layout.world)[layout.rank]
         check_bytes(Path(folder), mine, self.config.checkpoint.writers)

@@ -1,10 +1,9 @@
 """Defines model families, one file each, and reads a model's shape from config.json.
 
-The `model_type` of config.json names the family, as in transformers. Every file of this package
-with a `FAMILY` object defines one family, so no separate list of families is needed. Other
-installed packages add families as entry points of the group PLUG_INS. The name of such an entry
-point is the family's model_type. An entry point is imported only when a model needs the entry
-point's family.
+The `model_type` of config.json names the family, as in transformers. Each file of this package that
+has a `FAMILY` object defines one family, so no separate list of families is needed. Other installed
+packages add families as entry points of the group PLUG_INS. The name of such an entry point is the
+family's model_type. An entry point is imported only when a model needs the entry point's family.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
-    """Returns the family of a shape. The shape may have been read in another process."""
+    """Returns the family of a shape, even if the shape was read in another process."""
     return family_named(shape.family, "the model's family")
 
 
@@ -186,9 +185,9 @@ def _to_download(path: str | Path) -> str:
 
 def published_shape(path: str | Path) -> ModelShape | None:
     """Returns a model shape that ships with the package. The shape makes it possible to plan or
-    rehearse a run without the model. The last name in `path`, as in `models/Qwen2.5-32B`, selects
-    the shape. Returns None if the path exists, or if no shape of this name ships with the
-    package."""
+    rehearse a run without the model. The last component of `path`, such as Qwen2.5-32B in
+    `models/Qwen2.5-32B`, selects the shape. Returns None if the path exists, or if no shape of this
+    name ships with the package."""
     whole = Path(path).name.lower()
     for name in (whole, whole.removeprefix("deepseek-")):
         folder = SHIPPED / "assets" / "architectures" / name
@@ -215,6 +214,6 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
 
 
 def cost_of(shape: ModelShape) -> Callable[[int], float]:
-    """Returns a function from a sequence's length to the sequence's work, both in tokens
-    (ModelFamily.cost)."""
+    """Returns a function that maps a sequence's length to the work for this sequence, both in
+    tokens; see ModelFamily.cost."""
     return partial(family_of(shape).cost, shape)

@@ -143,9 +143,9 @@ class DeepseekV3(Glm4Moe):
         }
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the place of a Hugging Face tensor in the engines' servers. The servers join the
-        two projections into the latents in one parameter. The servers keep the router's weights in
-        the compute dtype, but the router's bias in float32."""
+        """Returns the location of a Hugging Face tensor among the parameters of an engine's server.
+        The servers fuse the two projections that compute the latents into one parameter. The
+        servers keep the router's weights in the compute dtype, but the router's bias in float32."""
         layer, _, module = name.rpartition(".self_attn.")
         if module in _INTO_LATENTS:
             joined = f"{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight"

@@ -1,8 +1,9 @@
 """Defines the interface through which the rest of the package uses a model architecture.
 
-`ModelFamily` itself describes the dense decoder of most open models. This decoder has RMSNorm
-before attention and before the feed-forward layer, rotary positions, grouped-query attention and a
-gated SiLU. Each family has a file in this folder, which overrides the parts that differ.
+The base class `ModelFamily` describes the dense decoder of most open models. The dense decoder has
+RMSNorm before attention and before the feed-forward layer, rotary positions, grouped-query
+attention and a gated SiLU. Each family has a file in this folder, which overrides the parts that
+differ from the dense decoder.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Served:
-    """Place of a Hugging Face tensor in an engine's server. The tensor has number `index` among the
-    tensors that are stacked into the server's parameter `name`.
+    """Location of a Hugging Face tensor among the parameters of an engine's server. The server's
+    parameter `name` is a stack of tensors, in which the Hugging Face tensor has the position
+    `index`.
 
     count: number of stacked tensors, or None if `an_expert` tensors are stacked for every expert.
     an_expert: number of stacked tensors per expert.
@@ -44,7 +46,7 @@ class Served:
 
 
 class ModelFamily:
-    """An architecture. Arguments named `config` are the contents of a config.json."""
+    """An architecture. Arguments named `config` contain the contents of a config.json."""
 
     model_type: ClassVar[str]
     rules: ClassVar[tuple[Rule, ...]] = DENSE
@@ -121,7 +123,8 @@ class ModelFamily:
         return None
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
-        """Reads the shape from config.json. Raises KeyError for a missing field."""
+        """Reads the shape from config.json. Raises KeyError if a field is missing in
+        config.json."""
         rope = rope_parameters(config)
         heads = config["num_attention_heads"]
         return ModelShape(
@@ -143,8 +146,8 @@ class ModelFamily:
         )
 
     def has(self, name: str, shape: ModelShape) -> bool:
-        """Returns True if a model of this shape has the Hugging Face tensor of this name. The rules
-        must contain the name."""
+        """Returns True if a model of this shape has the Hugging Face tensor of this name. The
+        family's rules must contain `name`."""
         if name == "lm_head.weight":
             return not shape.tied
         if name.endswith("_proj.bias"):
@@ -152,8 +155,8 @@ class ModelFamily:
         return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Returns True if a Hugging Face checkpoint of this family may contain this tensor although
-        the trained model does not use the tensor."""
+        """Returns True if Hugging Face checkpoints of this family can contain this tensor even
+        though the trained model does not use it."""
         return False
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
@@ -211,12 +214,12 @@ class ModelFamily:
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns the checkpoint's tensors, keyed by name, that correspond to a parameter of
-        transformers' model. The tensors are views of the parameter where possible."""
+        """Returns the checkpoint tensors that make up one parameter of the transformers model,
+        keyed by name. The tensors are views of the parameter where possible."""
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the place of a Hugging Face tensor in the engines' servers: the server's
+        """Returns the location of a Hugging Face tensor in an engine's server: the server's
         parameter, and the position in this parameter."""
         module, _, kind = name.rpartition(".")
         layer, _, projection = module.rpartition(".")
@@ -237,8 +240,8 @@ class ModelFamily:
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
-        """Returns the work of one sequence, in tokens. The work of linear layers grows with the
-        sequence's length, and the work of attention with the square of this length.
+        """Returns the work for one sequence, in units of tokens. The work of linear layers grows
+        with the sequence's length, and the work of attention grows with the square of the length.
 
         For hidden size h and length n, a layer's matrices take 24 h^2 operations a token (Q, K, V,
         output and a gated MLP of 8/3 h). Causal attention takes 2 h n operations a token. The ratio
@@ -248,9 +251,9 @@ class ModelFamily:
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
-    """Raises DataError if config.json describes two different rotary embeddings. transformers and
-    servers would use the older key, rope_scaling, and lose the base in the newer key,
-    rope_parameters."""
+    """Raises DataError if config.json describes two different rotary embeddings. For such a file,
+    transformers and servers would use the older key, rope_scaling, and ignore the base in the newer
+    key, rope_parameters."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return
@@ -271,9 +274,9 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary embedding's parameters, including `rope_type`. config.json contains these
-    parameters under the key `rope_parameters` since transformers 5, and under `rope_scaling`
-    before."""
+    """Returns the rotary embedding's parameters, including `rope_type`. Since transformers 5,
+    config.json stores rotary parameters under the key `rope_parameters`. Older config.json files
+    store the same parameters under `rope_scaling`."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling = rope.pop("type", None)
     rope.setdefault("rope_type", scaling or "default")

@@ -2,9 +2,9 @@
 experts. Sigmoid scores plus a bias choose the routed experts.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
-weights of the chosen experts (L. Wang et al., arXiv 2408.15664). The bias is not trained, so
-engines and checkpoints get the loaded values. The multi-token prediction layers, which follow the
-last layer in a checkpoint, are left out.
+weights of the chosen experts (Wang et al., arXiv 2408.15664). The bias is not trained, so engines
+and checkpoints get the loaded values. The trained model leaves out the multi-token prediction
+layers, which follow the last layer in a checkpoint.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Glm4Moe(Qwen3Moe):
         return super().has(name, shape)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Returns True if a tensor belongs to the multi-token prediction layers. The numbers of
-        these layers follow the number of the model's last layer. The layers contain an embedding
-        and a head."""
+        """Returns True if a tensor belongs to the multi-token prediction layers. The multi-token
+        prediction layers are numbered after the model's last layer. The multi-token prediction
+        layers also contain an embedding and a head."""
         in_layer = _IN_LAYER.fullmatch(name)
         return (
             in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers
@@ -154,8 +154,8 @@ class Glm4Moe(Qwen3Moe):
         return super().megatron_model(shape) | {"rotary_percent": shape.rotated}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Returns the place of a Hugging Face tensor in the engines' servers. The servers keep the
-        router in float32."""
+        """Returns the location of a Hugging Face tensor among the parameters of an engine's server.
+        The servers keep the router in float32."""
         place = super().served(name, shape)
         return replace(place, dtype=torch.float32) if ".mlp.gate." in name else place
 

@@ -1,5 +1,5 @@
-"""Defines Mistral, which has Llama's layers. In some releases, attention sees only a window of the
-last positions."""
+"""Defines Mistral, which has Llama's layers. In some releases of Mistral, attention covers only a
+window of the most recent positions."""
 
 from __future__ import annotations
 

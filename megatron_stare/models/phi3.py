@@ -1,5 +1,5 @@
-"""Defines Phi-3 and Phi-4, which have Llama's layers. Their checkpoints fuse q, k and v in one
-matrix, and gate and up in another matrix."""
+"""Defines Phi-3 and Phi-4, which have Llama's layers. Checkpoints of Phi-3 and Phi-4 fuse q, k and
+v in one matrix, and gate and up in another matrix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _FUSED = {"qkv": (ATTENTION + "qkv_proj.weight",), "gated": (MLP + "gate_up_proj
 class Phi3(ModelFamily):
     """Phi-3. Servers keep the fused matrices. LongRoPE for long contexts is not supported, because
     LongRoPE's frequencies depend on the length of the current sequence. YaRN is not supported
-    either, because transformers computes LongRoPE for a config.json of this family that sets
-    YaRN."""
+    either, because transformers computes LongRoPE for this family even if config.json sets YaRN."""
 
     model_type = "phi3"
     rules = tuple(

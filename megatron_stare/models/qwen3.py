@@ -1,4 +1,4 @@
-"""Defines dense Qwen3 models, which norm the queries and keys of each head."""
+"""Defines dense Qwen3 models, which normalise the queries and keys of each head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Qwen3(ModelFamily):
-    """Qwen3. config.json gives the head size, which does not follow from the other sizes."""
+    """Qwen3. The head size is a setting of config.json, and does not follow from the other
+    sizes."""
 
     model_type = "qwen3"
     qk_norm = True

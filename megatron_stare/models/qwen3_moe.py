@@ -22,8 +22,8 @@ _SERVED_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen3-MoE. A checkpoint holds every expert's matrices separately. transformers and servers
-    stack the matrices of all experts of a layer."""
+    """Qwen3-MoE. A checkpoint holds every expert's matrices separately. In contrast, transformers
+    and servers stack the matrices of a layer's experts."""
 
     model_type = "qwen3_moe"
     rules = (
@@ -73,8 +73,9 @@ class Qwen3Moe(Qwen3):
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Splits the stacked experts of a layer in transformers into the checkpoint's tensors. In
-        each stacked expert, the rows of gate come before the rows of up."""
+        """Splits a transformers parameter, in which a layer's experts are stacked, into the
+        checkpoint's tensors. In each stacked expert, the rows of gate come before the rows of
+        up."""
         layer, _, last = name.rpartition(".")
         views: dict[str, Tensor] = {}
         if not layer.endswith(".experts"):

@@ -1,5 +1,5 @@
-"""Computes the frequencies of rotary embeddings whose range was extended after pretraining. Uses
-transformers' own formulas."""
+"""Computes the frequencies of rotary embeddings whose context length was extended after
+pretraining. Uses transformers' own formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_stare.models.shape import ModelShape
 
 
 def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
-    """Returns inverse frequencies and attention scale of a model with RoPE scaling.
+    """Returns the inverse frequencies and the attention scale of a model with RoPE scaling.
 
     Returns:
         The inverse frequencies, [half of the rotated columns of a head] float32 radians a position,

@@ -1,5 +1,5 @@
-"""Defines rules, which state the Hugging Face tensors that make up each Megatron parameter, and how
-each parameter is cut over tensor-parallel ranks.
+"""Defines the rules that map Hugging Face tensors to Megatron parameters. A rule names the tensors
+that make up a parameter, and says how the parameter is cut over tensor-parallel ranks.
 
 Loading, export, gradients, the weight stream and conversion all use a family's rules. Rules use
 Megatron's parameter names, with layers numbered as in the whole model. Rules cover both layer
@@ -31,8 +31,8 @@ _PARTS = {"qkv": 3, "gated": 2}  # parts of a Megatron tensor; 1 for other layou
 
 @dataclass(frozen=True)
 class Rule:
-    """A Megatron parameter's name, and the names of the Hugging Face tensors that the parameter
-    contains, in order. The names have {} in place of layer and expert numbers.
+    """The name of a Megatron parameter, and the names, in order, of the Hugging Face tensors that
+    make up this parameter. The names have {} in place of layer and expert numbers.
 
     If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each of
     these tensors. If a checkpoint fuses these tensors end to end in one tensor, `hf` names the
@@ -46,12 +46,13 @@ class Rule:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The name of the Hugging Face tensor that contains each part, in the order of the parts. A
-        fused tensor's name is repeated for each of the fused parts."""
+        """Names of the Hugging Face tensors that contain the parts, one name for each part, in the
+        order of the parts. A fused tensor's name is repeated for each of the fused parts."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns rows [start, stop) of each part in its source tensor.
+        """Returns, for each part, the range of rows [start, stop) that it takes up in its source
+        tensor.
 
         Args:
             rows: number of rows of each tensor in hf, or of each part.
@@ -128,7 +129,7 @@ def numbered(name: str) -> tuple[list[str], str]:
 
 
 def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, tp: int) -> Tensor:
-    """Returns this rank's Megatron tensor, made from whole Hugging Face tensors.
+    """Builds this rank's shard of a Megatron tensor from whole Hugging Face tensors.
 
     Args:
         parts: tensors of rule.hf in order, or the parts of a fused tensor. Safetensors slices,
@@ -160,13 +161,12 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """Splits this rank's Megatron tensor into blocks, one for each part in rule.sources. The
-    Megatron tensor may be a weight or a gradient.
+    """Splits this rank's shard of a Megatron tensor into blocks, one for each part in rule.sources.
+    The Megatron tensor is a weight or a gradient.
 
-    The blocks of one part on all ranks, concatenated along the dimension rule.cut, give the whole
+    Concatenating the blocks of one part from all ranks along the dimension rule.cut gives the whole
     part. Blocks are views of the shard, unless Megatron cut through a query group. The rows of a
-    block may be spread over several dimensions. Flattening these dimensions gives the rows in
-    order.
+    block can span several dimensions, and flattening these dimensions gives the rows in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

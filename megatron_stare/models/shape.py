@@ -56,14 +56,14 @@ class ModelShape:
 
     @property
     def feed_forward(self) -> int:
-        """Number of columns of the model's feed-forward matrices, or of one expert's matrices in a
-        mixture of experts."""
+        """Intermediate size of the model's feed-forward layers, or of one expert in a mixture of
+        experts."""
         return self.expert_ffn if self.experts else self.ffn
 
     @property
     def whole_widths(self) -> tuple[int, ...]:
-        """Number of columns of each feed-forward matrix that processes every token, in contrast to
-        routed experts."""
+        """Intermediate sizes of the feed-forward layers that process every token: dense layers and
+        shared experts, but no routed experts."""
         if not self.experts:
             return (self.ffn,)
         return tuple(
@@ -77,13 +77,13 @@ class ModelShape:
 
     @property
     def rotated_dim(self) -> int:
-        """Number of columns of a head that rotary embeddings rotate."""
+        """Number of columns in each head that rotary embeddings rotate."""
         return self.latent.rotated if self.latent else int(self.head_dim * self.rotated)
 
     @property
     def cached(self) -> int:
-        """Count of the tensor elements that a server caches per token and layer. The elements are
-        the keys and values of all heads, or the latent of the keys and values."""
+        """Number of tensor elements that a server caches per token and layer. The cached elements
+        are the keys and values of all heads, or the latent of the keys and values."""
         return (
             self.latent.rank + self.latent.rotated
             if self.latent
@@ -91,7 +91,7 @@ class ModelShape:
         )
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
-        """Returns the number of vocabulary rows after Megatron's padding. Each of the `tp` ranks
-        holds a multiple of `multiple` rows."""
+        """Returns the number of vocabulary rows after Megatron's padding. The padding makes the
+        number of rows on each of the `tp` ranks a multiple of `multiple`."""
         unit = multiple * tp
         return -(-self.vocab_size // unit) * unit

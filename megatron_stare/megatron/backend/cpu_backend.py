@@ -1,10 +1,10 @@
 """Lets unpatched megatron-core run on a machine without CUDA. Also lets megatron-core build models
-without data, on the meta device, on any machine.
+on the meta device, where tensors have no data, on any machine.
 
-One context manager makes all substitutions and reverts them on exit. The context manager is entered
-around each call into Megatron. The context manager raises an error if CUDA is available, unless the
-model is on the meta device. docs/architecture.md lists the CUDA calls in the parts of megatron-core
-that this project uses.
+The context manager `cpu_backend` replaces the CUDA calls in the parts of megatron-core that this
+project uses, and restores them on exit. Without CUDA, every call into Megatron runs inside
+`cpu_backend`. `cpu_backend` raises an error if CUDA is available, unless the model is on the meta
+device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CUDA_TYPES = {
 @contextlib.contextmanager
 def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> Iterator[None]:
     """Sets the attribute `name` of `owner` to `value` while the context is open. On exit, restores
-    the earlier value, or removes the attribute if it was missing.
+    the earlier value, or removes the attribute if it did not exist before.
 
     Args:
         absent: true if the attribute may be missing at the start.
@@ -59,9 +59,10 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """Redirects requests for CUDA in calls of torch. `device="cuda"` means this rank's device, and
-    `.cuda()` returns the tensor itself. Requests for pinned memory are ignored. `.type()` returns
-    the CUDA names that optimizers look for."""
+    """Makes torch calls that ask for a CUDA device use this rank's device. `device="cuda"` means
+    this rank's device, and `.cuda()` returns the tensor itself. Requests for pinned memory are
+    ignored. `.type()` returns the name of the CUDA type, e.g. torch.cuda.FloatTensor, because
+    optimizers look for this name."""
 
     def __torch_function__(
         self,
@@ -110,8 +111,8 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 def _get_random_state(
     device: Any = "cuda", clone: bool = False, graph_safe: bool = False
 ) -> torch.Tensor:
-    """Returns the state of the CPU random generator when recomputation asks for the state of the
-    CUDA random generator."""
+    """Returns the CPU generator's random state when recomputation asks for the CUDA generator's
+    random state."""
     return torch.get_rng_state()
 
 
@@ -177,7 +178,7 @@ _on_meta = False
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Makes this process use the meta device while the context is open, with or without CUDA.
+    """Makes this process use the meta device while the context is open, even if CUDA is available.
     Models that are built in the context have names, shapes and dtypes, but no data."""
     with substituted(sys.modules[__name__], "_on_meta", True):
         yield

@@ -1,4 +1,4 @@
-"""Joins the process group of all ranks and divides it into Megatron's parallel groups. No other
+"""Joins the process group of all ranks and divides it into Megatron's parallel groups. Only this
 module reads Megatron's global state."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def join(
     parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float
 ) -> Layout:
     """Initialises torch.distributed (NCCL with CUDA, otherwise gloo) and Megatron's groups. Call
-    `join` once per process, or again after `leave`.
+    `join` once per process, and call `join` again only after `leave`.
 
     Args:
         init_method: rendezvous address of the ranks, 'tcp://host:port' or 'file:///path'.
@@ -99,8 +99,9 @@ def join(
 def _meeting_store(
     init_method: str, rank: int, world: int, limit: datetime.timedelta
 ) -> dist.Store | None:
-    """Returns the TCPStore of the ranks for a tcp:// address. Rank 0 serves the store at the port
-    that it reserved. Returns None for other addresses, for which torch creates the store."""
+    """Returns the TCPStore through which the ranks connect, if the address starts with tcp://. Rank
+    0 serves this store on the port that rank 0 has reserved. Returns None for any other address,
+    because torch then creates the store itself."""
     place = init_method.removeprefix("tcp://")
     if place == init_method:
         return None

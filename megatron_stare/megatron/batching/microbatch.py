@@ -1,10 +1,10 @@
-"""Defines one rank's part of a rollout batch. The model gets this part as micro-batches, and the
-method gets this part as flat columns.
+"""Defines one rank's part of a rollout batch. The model receives a rank's part as micro-batches,
+and the RL method receives the same part as flat columns.
 
-Shape legend: a micro-batch has b rows and s positions (packed: one row of all tokens). A
-micro-batch has n response positions in the loss mask. This rank has N response positions in the
-loss mask, ordered by micro-batch. The whole batch has B samples. A mixture of experts has L layers
-and K experts per token.
+Shape legend: a micro-batch has b rows and s positions. A packed micro-batch has one row with all
+tokens. A micro-batch has n response positions in the loss mask. This rank has N response positions
+in the loss mask, ordered by micro-batch. The whole batch has B samples. A mixture of experts has L
+layers and K experts per token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one pass of the model, and the indices of the outputs that predict response
-    positions."""
+    """Input of one model pass, and the indices of the outputs that predict response tokens."""
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
@@ -65,14 +64,15 @@ _TENSORS = ("tokens", "positions", "rows", "targets")
 
 
 class RankBatch:
-    """A share of a rollout batch, divided into micro-batches by the plan. Micro-batches stay on the
-    host until they are used.
+    """One rank's share of a rollout batch, cut into micro-batches according to a MicroBatchPlan.
+    The micro-batches stay on the host until the model needs them.
 
     index, sequence, position: [N] int64 each, with one entry for every response position of this
-        rank. For each response position, `index` is its number in the whole batch, `sequence` is
-        the sample, and `position` is the place in the response.
-    held: [N] int64, with one entry for every response position of this rank. The entry is the index
-        of this response position in the share's response columns, such as `rollout_log_probs`.
+        rank. For each response position, `index` is its index among the whole batch's response
+        positions, `sequence` is the index of its sample, and `position` is its place in the
+        response.
+    held: [N] int64, with one entry for every response position of this rank. Each entry is the
+        response position's index in the share's response columns, such as `rollout_log_probs`.
 
     Args:
         share: share of data-parallel rank `dp_rank`.
@@ -114,8 +114,8 @@ class RankBatch:
         ] + self.position
 
     def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
-        """Returns the flat columns of this rank's response positions. The batch must have been
-        judged.
+        """Returns the flat columns of this rank's response positions. `Method.judge` must have run
+        on the batch before, because it sets the advantages.
 
         Args:
             log_prob: [N] from the log-prob pass.
@@ -148,8 +148,8 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """Returns a batch with only the micro-batches of one optimizer step. The `span` of this
-        batch still counts in the rank's N response positions."""
+        """Returns a batch with only the micro-batches of one optimizer step. The `span` of the
+        returned batch is still a range of the rank's N response positions."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
@@ -160,8 +160,8 @@ class RankBatch:
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """Returns the flat columns of the rank's N response positions. Loss mask and counts cover
-        only one mini-batch.
+        """Returns the flat columns of the rank's N response positions. The loss mask and the counts
+        cover only mini-batch `number`.
 
         Args:
             tokens: from `token_batch`.
@@ -180,15 +180,15 @@ class RankBatch:
         )
 
     def _loss_lengths(self, carries_loss: Tensor) -> Tensor:
-        """Returns the number of loss positions of every sample, [B] int64. The tensor is on the
-        host, like the share."""
+        """Returns, for every sample, the number of response positions that carry loss, [B] int64.
+        The returned tensor is on the host, like the tensors of the share."""
         return torch.where(carries_loss, self.share.loss_lengths, 0)
 
 
 def _with_one_context(share: RankShare) -> Tensor:
-    """Returns a number for every branch, [S] int64. Branches with equal numbers have the same
-    context. The branches of a group's samples whose context is the prompt share a number, and every
-    other branch has a separate number."""
+    """Returns one number per branch, as [S] int64 for S branches. Branches with the same number
+    have the same context. Within a group, all branches whose context is only the prompt share one
+    number. Every other branch has a number of its own."""
     if share.branched is None:
         return share.groups
     branches = share.branched
@@ -199,9 +199,9 @@ def _with_one_context(share: RankShare) -> Tensor:
 def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
-    """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes its
-    response positions. The three rows are the sample, the place in the response, and the column of
-    the share."""
+    """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
+    micro-batch's response positions. The three rows of this tensor are the sample, the place in the
+    response, and the index in the share's response columns."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
@@ -241,8 +241,8 @@ def _micro_batch(
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the sum of the ranks' `x` on every rank. All ranks must call this function. If one
-    rank differentiates the sum, all ranks must differentiate the sum.
+    """Sums `x` over the ranks of `group`, and returns the sum on every rank. All ranks must call
+    this function. If one rank differentiates the sum, all ranks must differentiate the sum.
 
     The total loss L = sum_r L_r is the sum of the losses of all ranks r. With y = sum_r x_r, the
     gradient of L with respect to x_r is sum_q dL_q / dy. Backward therefore sums the gradients over

@@ -6,15 +6,15 @@ hidden states of a prompt do not depend on later tokens, so all responses to the
 same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. The backward passes of `Spread` are also copies. If a token has several places,
-backward sums the gradients of these places. With plain indexing, backward would instead add
-gradients row by row to a tensor of zeros.
+results back. In backward, `Spread` copies gradients in the same way. If a token was copied to
+several places, backward sums the gradients of these places. Plain tensor indexing would instead add
+gradients row by row to a tensor of zeros in backward.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, a rank holds m positions of the longest sequence and
 t / C tokens of the micro-batch. All groups together have p places, including padding. In
-`shared_columns` a packed row has s positions, and each response has a copy of its prompt before it.
-The model is fed only k of the s positions of the packed row.
+`shared_columns` a packed row has s positions, and a copy of the prompt precedes each response. The
+model is fed only k of the s positions of the packed row.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     fed: [k] int64 columns that are fed to the model, ascending.
-    stands: [s] int64 indices into `fed`, one for every column of the packed row. A column that is
-        fed has the index of itself. A column that is not fed has the index of another sample's copy
-        of the same token.
+    stands: [s] int64 indices into `fed`, one for every column of the packed row. For a column that
+        is fed, the entry is its own index in `fed`. For a column that is not fed, the entry is the
+        index of the fed copy of the same token, in another sample.
     """
 
     fed: Tensor
@@ -82,15 +82,15 @@ def shared_columns(
 
 @dataclass(frozen=True)
 class Spread:
-    """Mapping between the tokens of a packed row and the places of padded groups.
+    """Mapping between the tokens of a packed row and their places in padded groups of sequences.
 
-    index: [p] int64, the token at every place.
-    inverse: [t] int64, the place of every token. If a token has several places, `inverse` contains
-        the place whose output is used.
+    index: [p] int64, the index of the token at each place.
+    inverse: [t] int64, the index of each token's place. If a token has several places, `inverse`
+        contains the place whose output is used.
     shapes: (b, s) of every group.
-    repeated: true if tokens have several places with nonzero gradients, because responses share a
-        prompt. Padding also repeats tokens, but the gradient of padding is 0 and `repeated` ignores
-        it.
+    repeated: true if responses share a prompt, so that several places of one token have nonzero
+        gradients. `repeated` ignores padding, which also repeats tokens, because padding has
+        gradient 0.
     """
 
     index: Tensor
@@ -116,8 +116,8 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """Copies the values at places [p, ...] back to tokens [t, ...]. Reads each token from its
-        place in `inverse`."""
+        """Copies the values at places [p, ...] back to tokens [t, ...]. Reads each token's value
+        from the place that `inverse` gives for the token."""
         return _Collect.apply(places, self.inverse)
 
 
@@ -155,17 +155,17 @@ class _Collect(Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Extends Megatron's PackedSeqParams for attention on a CPU. Adds the places of tokens in
-    padded groups of sequences.
+    """Extends Megatron's PackedSeqParams for attention on a CPU. Adds fields for the tokens' places
+    in padded groups of sequences.
 
     If `cu_seqlens_q` is None, rotary embeddings use the position of each token
-    (megatron/model/model.py). Megatron's unfused embedding for packed sequences is avoided, because
-    it splits the tokens into sequences and waits for the device in every layer.
+    (megatron/model/model.py). Megatron's unfused rotary embedding for packed sequences is avoided,
+    because that code splits the tokens into sequences and waits for the device in every layer.
 
     queries: the places of this rank's tokens in the padded groups. Padding repeats a sequence's
         last token.
-    keys, positions: set only under context parallelism, where the queries of a rank are a subset of
-        the keys.
+    keys, positions: set only under context parallelism, because a rank's queries then need the keys
+        of all ranks.
     """
 
     queries: Spread | None = None
@@ -261,7 +261,7 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors for the sequences `members`. The first tensor, [b, s] int64, contains the
-    columns of the sequences' tokens. The second tensor, [b, s] bool, is False for padding."""
+    tokens' columns in the packed row. The second tensor, [b, s] bool, is False for padding."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))
@@ -270,7 +270,7 @@ def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
 
 def _alike(lengths: list[int]) -> list[list[int]]:
     """Groups sequences of similar length, so that padding to the longest sequence of a group costs
-    little. Returns the sequence numbers of each group."""
+    little. Returns, for each group, the indices of its sequences."""
     groups: list[list[int]] = []
     longest = tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -33,9 +33,8 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 @dataclass(frozen=True)
 class Grid:
-    """Records, for every position of a micro-batch, the sample and the token of this sample that
-    the position holds. `sample` [b, s] is -1 at padding. `token` [b, s] counts the tokens of each
-    sample from 0.
+    """Records which token of which sample each position of a micro-batch holds. `sample` [b, s] is
+    -1 at padding. `token` [b, s] counts the tokens of each sample from 0.
 
     shared: the columns to feed to the model if a packed row repeats prompts, or None to feed all
     positions.
@@ -46,7 +45,8 @@ class Grid:
     shared: SharedColumns | None = None
 
     def stretched(self, rows: int, columns: int) -> Grid:
-        """Returns the grid with padding added on the right and below."""
+        """Returns a copy of the grid, padded on the right to `columns` and at the bottom to
+        `rows`."""
         more = (0, columns - self.sample.shape[1], 0, rows - self.sample.shape[0])
         sample = torch.nn.functional.pad(self.sample, more, value=-1)
         token = torch.arange(columns).expand(rows, columns).clone()
@@ -56,26 +56,26 @@ class Grid:
 
 
 class SequenceLayout(ABC):
-    """Layout of sequences over positions and ranks. Micro-batches, the output layer and the sums of
-    a step use this layout.
+    """Layout of sequences over positions and ranks. Micro-batches, the output layer and the
+    reductions over ranks use this layout.
 
-    The layout records the sample and the token of every position. From this record, any split of
-    the sequences can look up targets, masks and places in the batch's canonical order. Ranks that
-    split a sequence receive the same share of the batch.
+    The layout records the sample and the token of every position. Targets, masks and places in the
+    batch's canonical order are looked up by sample and token, so sequences can be split in any way.
+    Ranks that hold chunks of the same sequences receive the same share of the batch.
     """
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Places the tokens of all micro-batches of a rank. `lengths` contains one tensor for each
-        micro-batch, with the lengths of the micro-batch's samples."""
+        """Assigns a position to every token in all micro-batches of a rank. `lengths` contains one
+        tensor for each micro-batch, with the lengths of the micro-batch's samples."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
-        """Returns the positions that are fed to this rank's model."""
+        """Returns the part of the grid that this rank feeds to its model."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """If the layout can share prompts, marks all copies of a prompt except the first copy. The
-        model skips the marked copies.
+        """Marks all copies of a shared prompt except the first copy, if this layout supports prompt
+        sharing. The model skips the marked copies.
 
         Args:
             prompts: [samples of the micro-batch] int64 prompt length of each sample.
@@ -85,8 +85,8 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
-        """Returns the sequence boundaries of a whole grid for attention, or None if each row is one
-        sequence."""
+        """Returns the boundaries of the packed sequences for attention, or None if each row is one
+        sequence. `grid` must not be split over ranks."""
 
     @abstractmethod
     def rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -108,24 +108,26 @@ class SequenceLayout(ABC):
 
     @property
     def micro_batch_group(self) -> ProcessGroup | None:
-        """Group of the ranks that hold other tokens of the same responses in the same
-        micro-batches, or None if this rank holds whole responses."""
+        """Group of the ranks that hold chunks of the same responses in the same micro-batches, or
+        None if this rank holds whole responses."""
         return None
 
 
 @dataclass(frozen=True)
 class WholeSequences(SequenceLayout):
-    """Layout with whole sequences on every tensor-parallel rank. Under sequence parallelism
-    Megatron cuts a micro-batch's positions into one part per rank, after the embedding.
+    """Layout with whole sequences on every tensor-parallel rank. Under sequence parallelism,
+    Megatron cuts a micro-batch's positions into one part per tensor-parallel rank, after the
+    embedding.
 
     packed: whether sequences are laid end to end in one row. If not, each sequence has its own row,
     padded on the right.
-    cut: sequence parallelism.
-    multiple: the number of positions of a micro-batch is padded to a multiple of this value, so
-    that the positions can be cut into parts.
-    each: each packed sequence is padded to a multiple of this value.
+    cut: whether sequence parallelism is on.
+    multiple: each micro-batch is padded until its number of positions is a multiple of this value,
+    so that the positions can be cut into parts.
+    each: each packed sequence is padded until its length is a multiple of this value.
     uniform: whether all micro-batches are padded to the shape of the largest micro-batch.
-    share_prompts: a prompt that several responses of a micro-batch share is fed to the model once.
+    share_prompts: whether a prompt that several responses of a micro-batch share is fed to the
+        model only once.
     """
 
     packed: bool = False
@@ -242,8 +244,8 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
     """Lays out all samples end to end in one row, and pads each sample to a multiple of `each`. If
-    the row then is not a multiple of `multiple` long, a separate sequence of padding is added at
-    the end of the row."""
+    the length of the row is then no multiple of `multiple`, a separate sequence of padding is added
+    at the end of the row."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

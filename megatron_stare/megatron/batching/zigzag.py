@@ -19,7 +19,7 @@ from torch import Tensor
 class Zigzag:
     """Split of sequences over C ranks that balances the work of causal attention.
 
-    Each sequence is cut into 2 C equal chunks; rank r holds chunks r and 2 C - 1 - r.
+    Each sequence is cut into 2 C equal chunks, and rank r holds chunks r and 2 C - 1 - r.
 
     Raises:
         ValueError: a method got a length that is not a multiple of 2 C. If C is 1, every length is
@@ -31,7 +31,7 @@ class Zigzag:
 
     @property
     def multiple(self) -> int:
-        """The number that must divide every length: 2 C, or 1 if C is 1."""
+        """Number by which every sequence length must be divisible: 2 C, or 1 if C is 1."""
         return 2 * self.ranks if self.ranks > 1 else 1
 
     def positions(self, length: int) -> Tensor:
@@ -54,8 +54,8 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns each column's index in the concatenation of all ranks' parts in rank order, as
-        [t] int64."""
+        """Returns, as [t] int64, the index of each column after the parts of all ranks are
+        concatenated in rank order."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

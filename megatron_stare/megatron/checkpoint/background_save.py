@@ -1,9 +1,10 @@
 """Writes a checkpoint while training continues. `BackgroundSave` stages the checkpoint and forks
 writer processes, and its method `finish` completes the checkpoint.
 
-Each writer is forked from its rank and sees the rank's memory as of the fork. Memory that training
-does not change is therefore not copied. Data on a GPU, or in host memory that parent and fork
-share, is copied before the fork. Writers die with their rank.
+Each writer process is forked from its rank, and sees the rank's memory as it was at the fork.
+Because a fork copies memory on write, memory that training does not change is not copied. Data on a
+GPU, or in host memory that parent and fork share, is copied before the fork. Writers die with their
+rank.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class BackgroundSave:
     def _begun(self, transforms: Sequence[Any], number: int, bucket: Any) -> tuple[Any, Connection]:
         """Returns a writer process that has started, and the pipe for the writer's result.
 
-        A fork inherits this process's locks but none of its other threads. If one of the other
-        threads held a lock at the fork, a writer that waits for the lock never starts. If a writer
-        does not start, another writer is forked.
+        A forked writer inherits the locks of this process, but not the threads that hold the locks.
+        A writer that waits for a lock of another thread therefore never starts. A writer that does
+        not start in time is killed, and another writer is forked.
 
         Raises:
             UserError: no writer started.
@@ -89,8 +90,8 @@ class BackgroundSave:
         )
 
     def written(self) -> bool:
-        """Returns True once this rank's part of the checkpoint is on disk or its writer has failed.
-        Does not wait."""
+        """Returns True if this rank's part of the checkpoint is on disk, or if a writer of this
+        rank has failed. Does not wait."""
         return all(pipe.poll() for _, pipe in self._writers)
 
     def wait(self) -> None:
@@ -99,8 +100,8 @@ class BackgroundSave:
             pipe.poll(None)
 
     def finish(self) -> dict[str, Sum]:
-        """Waits until this rank's part of the checkpoint is written. All ranks together then
-        complete the checkpoint in the folder, so all ranks must call `finish`.
+        """Waits until this rank's part of the checkpoint is written, then completes the checkpoint
+        together with all other ranks. All ranks must call `finish`.
 
         Returns:
             Lengths and checksums of the files that this rank wrote, by name.
@@ -127,8 +128,8 @@ class BackgroundSave:
         return sums | self._of_the_first_rank()
 
     def _of_the_first_rank(self) -> dict[str, Sum]:
-        """Returns the lengths and checksums of the files that only Megatron's first rank writes.
-        These files contain metadata and state other than tensors."""
+        """Returns the lengths and checksums of the files that only rank 0 writes. The files that
+        only rank 0 writes contain the metadata and the non-tensor state."""
         if torch.distributed.get_rank() != 0:
             return {}
         folder = Path(self._folder)

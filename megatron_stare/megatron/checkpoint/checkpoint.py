@@ -1,10 +1,11 @@
 """Saves and loads checkpoints of model, optimizer, schedule and random states, with
 megatron.core.dist_checkpointing.
 
-All tensors are saved as parts of the whole model's tensors, so a checkpoint loads in any layout.
-Random states belong to single ranks. If the layout changes, the random states restart from the
-run's seed. docs/checkpoints.md lists what may change on a resume. `load_start` fills a new policy
-from a Hugging Face folder, or from a checkpoint converted from such a folder.
+Each rank saves its tensors as parts of the whole model's tensors, so a checkpoint loads into any
+parallel layout. Each rank has its own random states. If a resume changes the layout, the random
+states restart from the run's seed. See docs/checkpoints.md for the settings that can change on a
+resume. `load_start` fills a new policy from a Hugging Face folder, or from a checkpoint that was
+converted from a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Saver:
     """Saves checkpoints of one layout. Later saves reuse the information that the ranks exchanged
     for the first save.
 
-    If several data-parallel ranks hold the same part, one of these ranks writes the part. Parts are
-    assigned so that data-parallel ranks write similar amounts.
+    If several data-parallel ranks hold the same part, only one of these ranks writes the part.
+    Parts are assigned to ranks such that all data-parallel ranks write similar amounts of data.
 
     Args:
         writers: number of files per rank. A separate process writes each file.
@@ -79,8 +80,8 @@ class Saver:
         reference: Sequence[nn.Module] = (),
     ) -> BackgroundSave:
         """Begins to write the checkpoint into `folder`, which must exist and be empty. Training may
-        change the state as soon as `begin` returns. The caller makes the folder visible when all
-        ranks have finished the save. All ranks must call `begin`.
+        change the state as soon as `begin` returns. After all ranks have finished the save, the
+        caller makes the folder visible. All ranks must call `begin`.
 
         Args:
             reference: model chunks of a reference policy that the run refreshes. A fixed reference
@@ -118,7 +119,7 @@ def load(
     layout: Layout,
     reference: Sequence[nn.Module] = (),
 ) -> None:
-    """Restores the state that `save` wrote, in the same or another layout.
+    """Restores the state that `save` wrote, into the same or another parallel layout.
 
     Raises:
         DataError: files are missing or truncated, or the checkpoint's tensors do not match this
@@ -167,13 +168,14 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
 
 
 def _as_its_own(shared: SharedMappings, part: Any) -> Any:
-    """Makes sure that forked writers see the current values of a part in host memory, and returns
-    the part to save.
+    """Protects a part in host memory against later changes, so that forked writers save its current
+    values. Returns the part to save.
 
-    Memory that a fork copies on write is not copied here. The returned part accesses such memory
-    through a tensor of exactly the part's size, because Megatron would copy a view of a larger
-    tensor. Memory that parent and fork share is copied. Pinned memory, which CUDA maps, is copied
-    as well. Without these copies, writers would see the next step's values.
+    Ordinary memory is not copied here, because a fork copies ordinary memory on write. For ordinary
+    memory, the returned part is a tensor of exactly the part's size over the same memory, because
+    Megatron would copy a view of a larger tensor. Memory that parent and fork share is copied, and
+    so is pinned memory, which CUDA maps. Without these copies, writers would see the next step's
+    values.
     """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part
@@ -206,10 +208,9 @@ _NORMS = (
 
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
-    """Renames norms in `wanted` to the checkpoint's names if the checkpoint was saved from a model
-    with the other kind of layers.
+    """Renames the norms in `wanted` if the checkpoint has other names for the same norms.
 
-    The two kinds of layers are Transformer Engine's layers and Megatron's local layers.
+    Transformer Engine's layers and Megatron's local layers save some norms under different names.
     """
     saved = TorchDist(folder).sizes
     for part in nested_values(wanted):
@@ -273,7 +274,8 @@ def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
-    """Returns the layout's sizes. Random states are restored only if these sizes are unchanged."""
+    """Returns the layout's sizes. A resume restores the random states only if the layout's sizes
+    equal the sizes in the checkpoint."""
     return {
         "tensor": layout.tp,
         "pipeline": layout.pp,
@@ -300,8 +302,8 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def load_start(model: list[nn.Module], path: str, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter from the folder at `path`, a Hugging Face folder or a checkpoint. Each
-    rank reads only its own parts.
+    """Fills every parameter from the folder at `path`, which is a Hugging Face folder or a
+    checkpoint. Each rank reads only the parts that it holds.
 
     Raises:
         DataError: a tensor is missing, has the wrong shape, or is not finite in float16.

@@ -1,2 +1,2 @@
-"""Builds models that take no memory, so that plan and preflight can examine a layout of ranks and
-parameters."""
+"""Builds models on the meta device, without memory, so that plan and preflight can examine which
+parameters each rank of a layout holds."""

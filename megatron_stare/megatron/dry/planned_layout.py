@@ -1,9 +1,9 @@
 """Builds every rank of a layout on the meta device, and checks that the ranks together hold the
 model.
 
-The layout may need more hardware than this machine has. `faults` checks all ranks at once. The
-checks cover parameter names, the Hugging Face tensors that the parameters form, the checkpoint and
-the weight stream.
+The layout may need more hardware than this machine has. `faults` checks all ranks together. The
+checks of `faults` cover parameter names, the Hugging Face tensors that the parameters form, the
+checkpoint and the weight stream.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _build(part: _Ranks, advance: Advance) -> list[RankPlan]:
 
 
 def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
-    """Returns, for every item of memory, the rank that holds the most bytes and the rank that holds
-    the least. The item "total" is the sum of all items."""
+    """Returns, for every item of memory, the rank with the most bytes and the rank with the fewest
+    bytes. The item "total" is the sum of all items."""
     sizes = {item: [plan.nbytes[item] for plan in plans] for item in plans[0].nbytes}
     sizes["total"] = [sum(plan.nbytes.values()) for plan in plans]
     return {
@@ -132,8 +132,8 @@ def assumptions(
 def faults(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int
 ) -> list[str]:
-    """Describes the faults of a layout in words. The list is empty if the ranks together hold the
-    model.
+    """Describes the faults of a layout in words. The returned list is empty if the ranks together
+    hold the whole model.
 
     Args:
         plans: plans of all ranks, in order.
@@ -149,8 +149,8 @@ def faults(
 def _faults_of_replicas(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig
 ) -> Iterator[str]:
-    """Checks that every data-parallel replica forms each Hugging Face tensor of config.json exactly
-    once and forms no other tensors. Yields each fault."""
+    """Checks that the ranks of every data-parallel replica together form each Hugging Face tensor
+    of the model exactly once, and form no other tensors. Yields each fault."""
     replicas = {
         False: parallel.replicas,
         True: parallel.tensor * parallel.replicas // parallel.expert,
@@ -185,16 +185,16 @@ def _faults_of_replicas(
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Returns how many copies of each part of a tensor one data-parallel replica holds. If a tensor
-    is not cut, every tensor-parallel rank holds a copy of the whole tensor. If the embedding is
-    tied, the first and the last pipeline stage each hold a copy."""
+    """Returns the number of copies that one data-parallel replica holds of each part of a tensor.
+    If a tensor is not cut, every tensor-parallel rank holds a copy of the whole tensor. If the
+    embedding is tied, the first and the last pipeline stage each hold a copy of the embedding."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
 
 
 def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
     """Returns the size of the tensor that a replica's pieces form, or a description of what is
-    wrong with them."""
+    wrong with the pieces."""
     counts = Counter((one.piece.number, one.part) for one in held)
     if not held:
         return "nowhere"
@@ -213,9 +213,9 @@ def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
 
 
 def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iterator[str]:
-    """Yields faults of the checkpoint. The parts that ranks write must tile every tensor. A part
-    that a rank holds but does not write must be written by another rank. The checkpoint must have
-    exactly the tensors that the code in weights/ converts."""
+    """Yields faults of the checkpoint. The parts that ranks write must cover every tensor exactly
+    once. A part that a rank holds but does not write must be written by another rank. The
+    checkpoint must have exactly the tensors that the code in weights/ converts."""
     by_key: dict[str, list[StatePart]] = defaultdict(list)
     for part in parts:
         by_key[part.key].append(part)
@@ -258,9 +258,8 @@ def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iter
 def _tiled(
     whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
-    """Returns True if boxes (start, sizes) cover every element of a tensor exactly once. The edges
-    of all boxes divide the tensor into cells. The function counts the boxes that cover each
-    cell."""
+    """Returns True if boxes (start, sizes) cover every element of a tensor exactly once. Cuts the
+    tensor into cells along the edges of all boxes, and counts the boxes that cover each cell."""
     edges = []
     for dim, size in enumerate(whole):
         edges.append(

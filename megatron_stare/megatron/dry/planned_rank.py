@@ -1,17 +1,18 @@
-"""Finds the tensors of one rank of a layout and their sizes in bytes, without data, on the meta
-device.
+"""Finds a rank's tensors and their sizes in bytes by building the rank on the meta device, without
+data.
 
-`plan_rank` builds a rank with the same functions that a run uses to build this rank. `plan_rank`
-derives nothing from other ranks by symmetry.
+`plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds every rank
+itself, and derives none from another rank by symmetry.
 
-`build_parts` builds the parts of a model once. `stage_bytes` combines these parts to find the bytes
-of ranks in many layouts. All layers of a model are alike, except that leading dense layers differ
-from layers with experts. Every rank holds some layers. A rank of the first stage also holds the
-embedding, and a rank of the last stage also holds the final norm and the output layer. The tensors
-of one layer of each kind therefore determine the tensors of every rank. Only the numbers of
-tensor-parallel and expert-parallel ranks change how a layer is cut. One build therefore suffices
-for all pipeline, data and context sizes. tests/megatron/test_planned_parts.py checks that these
-sums equal the bytes of whole ranks exactly.
+`build_parts` builds one layer of each kind, the embedding and the head of a model. From the parts
+that `build_parts` built, `stage_bytes` computes the bytes of ranks in many layouts. All layers of a
+model are alike, except that leading dense layers differ from layers with experts. Every rank holds
+some layers. A rank of the first stage also holds the embedding, and a rank of the last stage also
+holds the final norm and the output layer. The tensors of one layer of each kind, of the embedding
+and of the head therefore determine the tensors of every rank. How a layer is cut depends only on
+the numbers of tensor-parallel and expert-parallel ranks. With these two numbers fixed, one build
+suffices for all pipeline, data and context sizes. The test tests/megatron/test_planned_parts.py
+checks that the result of `stage_bytes` equals the bytes of whole ranks exactly.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def _fake_group(*args: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class StatePart:
-    """Describes a part of a tensor in the whole model's checkpoint. If `dtype` is None, the part
-    belongs to a grid of objects instead of a tensor."""
+    """Describes a part of a tensor in the whole model's checkpoint. If `dtype` is None, the part is
+    an object in a grid of objects, and not a part of a tensor."""
 
     key: str
     dtype: torch.dtype | None
@@ -159,7 +160,7 @@ def plan_rank(
 def _nbytes(
     chunks: list[nn.Module], optimizer: MegatronOptimizer, config: OptimizerConfig
 ) -> dict[str, int]:
-    """Returns the bytes of the storages of each entry of ITEMS. The bytes include the padding of
+    """Returns, for each entry of ITEMS, the bytes of its storages. The bytes include the padding of
     Megatron's buffers. A shared storage counts once."""
     parameters = _storages(parameter for chunk in chunks for parameter in chunk.parameters())
     gradients = _storages(buffer.grad_data for buffer in gradient_buffers(chunks))
@@ -227,14 +228,14 @@ def _state(chunks: list[nn.Module]) -> list[StatePart]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Numbers of elements of each tensor on one rank.
+    """Element counts of the tensors on one rank, one tuple for each part of the model.
 
     layer: the tensors of a layer without its experts.
-    experts: the tensors of the experts of one layer that this rank holds.
-    whole: the tensors of `layer` and `experts`, in the order of the layer.
+    experts: the tensors of one layer's experts, limited to the experts that this rank holds.
+    whole: the tensors of `layer` and `experts` together, in the order in which the layer has them.
     dense: the tensors of a leading dense layer.
-    head: the tensors of the norm after the last layer and of the output layer. The output layer is
-    left out if it is tied to the embedding and the same stage holds the embedding.
+    head: the tensors of the last norm and of the output layer. The output layer is left out if it
+    is tied to the embedding and the same stage holds the embedding.
     """
 
     embedding: tuple[int, ...]
@@ -276,7 +277,7 @@ def stage_bytes(
     optimizer: OptimizerConfig,
     stage: int,
 ) -> dict[str, int]:
-    """Returns the bytes that the first rank of a pipeline stage holds, for each entry of ITEMS."""
+    """Returns, for each entry of ITEMS, the bytes that the first rank of a pipeline stage holds."""
     chunks = [
         _chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)
     ]
@@ -298,8 +299,8 @@ def stage_bytes(
 def _chunk(
     parts: Parts, shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Returns the sizes of the tensors in one chunk of a pipeline stage: one tuple for each
-    gradient bucket, and one tuple for the experts."""
+    """Returns the element counts of the tensors in one chunk of a pipeline stage: a list with one
+    tuple for each gradient bucket, and one tuple for the experts."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
     start = (chunk * stages + stage) * layers
@@ -323,8 +324,8 @@ def _chunk(
 
 
 def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
-    """Returns the number of elements of a bucket, including Megatron's padding for cutting the
-    bucket over `replicas`. If `replicas` is None, the bucket is not cut and has no padding."""
+    """Returns the number of elements of a bucket, including the padding that Megatron needs to cut
+    the bucket over `replicas`. If `replicas` is None, the bucket is not cut and has no padding."""
     if replicas is None:
         return sum(tensors)
     unit = math.lcm(replicas, _BUCKET)
@@ -332,11 +333,11 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 
 
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
-    """Returns the number of elements that the first replica updates.
+    """Returns the number of a bucket's elements that the first replica updates.
 
     Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
-    per replica. The first replica updates the tensors in the first part. The gaps between the
-    aligned tensors do not count as updated elements.
+    per replica. The first replica updates the elements in the first part. The padding between the
+    aligned tensors is not counted as updated.
     """
     if replicas is None:
         return sum(tensors)

@@ -1,1 +1,2 @@
-"""Exports weights from the ranks' shards to files under Hugging Face names, or to the engines."""
+"""Exports the ranks' shards as whole weights, either to the engines or to files under Hugging Face
+names."""

@@ -1,10 +1,10 @@
-"""Sends weights to engines on the trainer's own devices.
+"""Sends weights to engines that share devices with the trainer.
 
-The trainer ranks that together hold one copy of the model gather every bucket, and each of these
-ranks gets the whole bucket. Each rank then makes a handle of the bucket for the engine's rank on
-the same device. Among the trainer ranks that share devices with an engine, the first rank collects
-the handles and sends one handle to each rank of the engine. Weights move between devices only in
-the gather of a bucket.
+The trainer ranks that together hold one copy of the model gather every bucket, so that each of
+these ranks has the whole bucket. Each trainer rank then makes a handle, through which the engine
+rank on the same device opens the bucket's memory. Among the trainer ranks that share devices with
+an engine, the first rank collects the handles and sends one handle to each rank of the engine.
+Weights move between devices only while the trainer ranks gather a bucket.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class DeviceSend:
         return [each.result() for each in self._carried if each.leads]
 
     def _send_all(self) -> None:
-        """Sends all buckets. The last bucket is in no variable once this method has returned."""
+        """Sends all buckets. After this method has returned, no variable keeps the last bucket's
+        memory alive."""
         for each in self._carried:
             each.begin()
         held, group = shards(self._model, self._layout), self._layout.model_group
@@ -117,8 +118,8 @@ class DeviceSend:
             each.meet()
 
     def close(self) -> None:
-        """Closes the connections to the engines. The process groups end together with the process's
-        other groups."""
+        """Closes the connections to the engines. The process groups for sending remain until
+        `layout.leave` destroys all process groups."""
         carried, self._carried, self._target = self._carried, [], None
         for each in carried:
             each.close()
@@ -155,8 +156,8 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes a bucket's handles on to the engine. The next `meet` confirms that the previous
-        bucket was taken."""
+        """Passes a bucket's handles to the engine. After the following `meet`, all ranks know that
+        the engine has taken the previous bucket."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

@@ -1,6 +1,6 @@
-"""Exports the policy, or its gradients, as whole Hugging Face tensors. The first rank gets all
-tensors, or several ranks write the tensors to files. The weight stream assembles each whole tensor
-from the shards that Megatron's ranks hold."""
+"""Exports the policy, or its gradients, as whole Hugging Face tensors. Either the first rank gets
+all tensors, or several ranks write the tensors to files. The weight stream assembles each whole
+tensor from the shards that Megatron's ranks hold."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ EXPORT_BUCKET_BYTES = 64 * 2**20
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
-    """Returns a parameter's gradient in Megatron's buffers. Under the distributed optimizer, only
-    this rank's shard of the buffers is reduced over data-parallel ranks before `gather_gradients`
-    runs."""
+    """Returns a view of a parameter's gradient in Megatron's gradient buffer. With the distributed
+    optimizer, only this rank's shard of the buffer contains reduced gradients until
+    `gather_gradients` runs."""
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
@@ -58,10 +58,10 @@ def export_hf(
     layout: Layout,
     of: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns all tensors by Hugging Face name in the first rank's host memory, and an empty dict
-    on other ranks. All ranks must call `export_hf`.
+    """Returns all tensors in host memory, keyed by Hugging Face name, on the first rank, and an
+    empty dict on other ranks. All ranks must call `export_hf`.
 
-    Use this function only for models that fit into one process; larger models need PolicyStream.
+    Use this function only for models that fit into one process, and PolicyStream for larger models.
 
     Args:
         of: function that maps a parameter to the tensor to export instead of the parameter's
@@ -76,9 +76,9 @@ def export_hf(
 def export_gradients(
     model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Returns the gradients, reduced over data-parallel ranks, in the form that export_hf returns.
-    All ranks must call this function after backward. If the call comes after the optimizer step,
-    the returned gradients are clipped.
+    """Returns the gradients, reduced over data-parallel ranks, in the same form as the weights from
+    export_hf. All ranks must call this function after backward. If the call comes after the
+    optimizer step, the returned gradients are clipped.
 
     Args:
         loss_scale: 0-dim factor by which the loss was multiplied, or None for a factor of 1.
@@ -107,10 +107,10 @@ def gather_gradients(model: list[nn.Module]) -> None:
 
 class PolicyStream:
     """Streams the policy's weights from all ranks to the first rank, for a weight sync. The stream
-    is planned once and runs after every change of the weights.
+    is planned once, and runs again for every weight sync.
 
     All ranks must create a PolicyStream and make the same calls: first `begin`, then `next` for
-    every bucket, then `end`. These calls return data only on the first rank.
+    every bucket, then `end`. `next` and `end` return data only on the first rank.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PolicyStream:
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
-        """The layout of each bucket, for its receivers."""
+        """The layout of each bucket, which the receivers of the bucket need."""
         return self.plan.layouts
 
     def begin(self, checksums: bool = True) -> None:
@@ -174,9 +174,9 @@ class HfExport:
     def __init__(
         self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan
     ) -> None:
-        """`whole` is the plan of the weight stream. In this plan each tensor comes from a single
-        tensor-parallel group. If several groups hold a tensor, the tensor comes from the group with
-        the lowest ranks."""
+        """`whole` is the plan of the weight stream. In the plan `whole`, each tensor comes from a
+        single tensor-parallel group. If several groups hold a tensor, the tensor comes from the
+        group with the lowest ranks."""
         self._group = layout.tp_group
         ranks = set(dist.get_process_group_ranks(self._group))
         planned = (tensor for bucket in whole.buckets for tensor in bucket.tensors)

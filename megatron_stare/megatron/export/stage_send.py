@@ -1,5 +1,6 @@
 """Sends a pipeline stage's weights to the engines. The stage's first rank gathers and sends the
-weights. Ranks that own experts can instead send their experts themselves, without a gather."""
+weights. If `SyncTarget.owners_send` is True, each rank sends its own experts directly, without a
+gather."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class _Plans:
-    """Stream plans for the weights that the stage gathers and for the experts that this rank sends
-    itself. `own` is None if this rank sends no experts itself."""
+    """Two stream plans: `gathered` for the weights that the stage gathers, and `own` for the
+    experts that this rank sends itself. `own` is None if this rank sends no experts itself."""
 
     gathered: StreamPlan
     own: StreamPlan | None
@@ -38,8 +39,8 @@ class _Plans:
 
 class StageSend:
     """Sends a pipeline stage's weights. All ranks must create a StageSend. The ranks of a stage
-    must make the same calls in this order: `prepare`, `send`, and `send_own` if owners of experts
-    send their experts."""
+    must make the same calls in this order: `prepare`, `send`, and also `send_own` if ranks send the
+    experts that they own."""
 
     def __init__(
         self,
@@ -49,8 +50,9 @@ class StageSend:
         whole: StreamPlan,
         bucket_bytes: int,
     ) -> None:
-        """`whole` is the plan of the weight stream of all stages. In this plan each tensor comes
-        from the ranks of one stage. A tied embedding comes from the first stage."""
+        """`whole` is the plan of the weight stream of all stages. In the plan `whole`, all pieces
+        of a tensor come from the ranks of one stage. A tied embedding comes from the first
+        stage."""
         self._model, self._layout, self._shape, self._bytes = model, layout, shape, bucket_bytes
         self._group = layout.stage_group
         ranks = set(dist.get_process_group_ranks(self._group))
@@ -164,7 +166,7 @@ class StageSend:
             pass
 
     def forget(self) -> None:
-        """Removes data left for the engines to fetch."""
+        """Removes the data that this rank stored for the engines to fetch."""
         if self._sender is not None:
             self._sender.forget()
 

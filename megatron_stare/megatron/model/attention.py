@@ -1,11 +1,11 @@
 """Implements core attention for the local layer spec with torch's scaled_dot_product_attention.
-Short sequences on a CPU use our own attention instead.
+Short sequences on a CPU use `short_attention` (local_layers.py) instead.
 
 Megatron's local core attention builds the whole s x s attention matrix and supports neither causal
 kernels nor packed sequences. Padding is on the right, so the causal mask alone keeps real tokens
 from attending to the padding. Under context parallelism a rank holds the queries of two chunks of
-every sequence. The rank gathers the keys and values of all ranks and masks them by the positions of
-its queries.
+every sequence. The rank gathers the keys and values of all context-parallel ranks, and a mask hides
+the keys after each query's position.
 
 Shape legend: a batch has b sequences of s positions, or t packed tokens. This rank has n heads and
 g query groups. The head size is d. There are C context-parallel ranks, and this rank holds m
@@ -68,11 +68,11 @@ class SdpaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns the output [s, b, n d] of query [s, b, n, d], key [s, b, g, d] and value [s, b,
-        g, d]. If sequences are packed, returns the output [t, n d] of query [t, n, d], key [t, g,
-        d] and value [t, g, d].
+        """Returns the attention output [s, b, n d] for query [s, b, n, d], key [s, b, g, d] and
+        value [s, b, g, d]. For packed sequences, returns the output [t, n d] for query [t, n, d],
+        key [t, g, d] and value [t, g, d].
 
-        Under context parallelism s and t count this rank's tokens only.
+        Under context parallelism, s and t are the numbers of this rank's tokens only.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(
@@ -125,7 +125,8 @@ class SdpaCoreAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None = None
     ) -> Tensor:
-        """Maps query [b, m, n, d], key and value [b, s, g, d] to [b, m, n, d].
+        """Returns the attention output [b, m, n, d] for query [b, m, n, d], key [b, s, g, d] and
+        value [b, s, g, d].
 
         Args:
             positions: [b, m] int64 on the host, each query's position among the s keys, or None if
@@ -156,7 +157,7 @@ class SdpaCoreAttention(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-        """Runs `_attend` for a block of queries, with one mask."""
+        """Computes attention for one block of queries, with a mask for this block."""
         seen = int(positions.max()) + 1
         mask = (torch.arange(seen) <= positions[..., None]).to(query.device)[:, None]
         return self._sdpa(query, key[:, :seen], value[:, :seen], mask)

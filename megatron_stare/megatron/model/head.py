@@ -1,8 +1,8 @@
 """Turns Megatron's last hidden states into log-probs and entropies.
 
-Only rows that predict a response token go through the output layer. Every tensor-parallel rank
-computes its own columns of the logits. If the configuration does not choose the mode of the output
-layer, `choose_head` chooses the mode by the free memory.
+The output layer processes only the hidden states that predict a response token. Every
+tensor-parallel rank computes its own columns of the logits. Unless the configuration sets the
+output layer's mode, `choose_head` chooses the mode by the free memory.
 
 Shape legend: a micro-batch has b rows, s positions and n response positions. H is the hidden size.
 """
@@ -46,8 +46,9 @@ class HeadChoice:
 def choose_head(
     coupling: Literal["token", "sequence"], logits_bytes: int, free_bytes: int
 ) -> HeadChoice:
-    """Chooses whole logits if they fit in memory, and chunks of logits otherwise. Chunks compute
-    the logits only once if each token's loss depends only on the token's own log-prob.
+    """Chooses to compute all logits at once if they fit in memory, and in chunks otherwise. In
+    chunks, the logits are computed only once if each token's loss depends only on the token's own
+    log-prob, and again in backward otherwise.
 
     Args:
         coupling: coupling of the method's loss; see algorithms/method.py.
@@ -68,8 +69,8 @@ def choose_head(
 
 
 def largest_logits(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of one rank's logits [micro_batch_tokens of one rank, V of one rank],
-    assuming that every token is predicted."""
+    """Returns the bytes of one rank's logits for a full micro-batch, assuming that every token is
+    predicted. The logits are [micro_batch_tokens of one rank, V of one rank]."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
     return rows * columns * (4 if config.model.dtype == "float32" else 2)
@@ -114,8 +115,8 @@ class Head:
         positions.
 
         Under sequence parallelism `hidden` holds only this rank's part of the s positions. If
-        `second_moment` is True, also returns the sums [n] over the vocabulary that the entropy
-        sensitivity needs.
+        `second_moment` is True, also returns two sums over the vocabulary, [n] each, for the
+        entropy sensitivity.
         """
         linear = self._linear
         if second_moment:
@@ -152,8 +153,8 @@ class Head:
 
 
 def _is_embedding(model: GPTModel) -> bool:
-    """Returns True if the output weight is also this chunk's embedding weight. Autograd then gives
-    the weight a gradient through the embedding."""
+    """Returns True if the output weight is also this chunk's embedding weight. Autograd adds the
+    gradient through the embedding to the shared weight."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 

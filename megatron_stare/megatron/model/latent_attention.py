@@ -28,10 +28,11 @@ class LatentAttention(MLASelfAttention):
 
     Megatron cuts the columns of the query latent and of the key-value latent over tensor-parallel
     ranks, and later gathers the columns. All heads share the rotated key columns. In Megatron, each
-    rank therefore gets the gradient of these columns from its own heads only, and no operation sums
+    rank gets the gradient of the rotated key columns from its own heads only, and no operation sums
     this gradient over the ranks. Under sequence parallelism, this class gathers the columns of the
-    key-value latent at once, and keeps this rank's positions. Megatron later gathers the positions,
-    and the backward pass of that gather sums the gradients over the ranks.
+    key-value latent right after their projection, and keeps only this rank's positions. Megatron
+    later gathers the positions of all ranks, and the backward pass of this gather sums the
+    gradients over the ranks.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -58,11 +59,13 @@ def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) ->
 
 class TokenRotary(RotaryEmbedding):
     """Computes rotary angles. In packed sequences without cu_seqlens_q, a token's position
-    determines its angles. For other inputs, Megatron's RotaryEmbedding computes the angles."""
+    determines its rotary angles. For other inputs, Megatron's RotaryEmbedding computes the
+    angles."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
         """Returns the positions [t] of the tokens if packed sequences have no cu_seqlens_q. For
-        other inputs, returns Megatron's sequence length. `forward` accepts both kinds of result."""
+        other inputs, returns Megatron's sequence length. `forward` accepts the positions as well as
+        the length."""
         packing = args[-1]
         if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
             return packing.tokens

@@ -1,17 +1,20 @@
-"""Operators of layers that run without Transformer Engine: RMSNorm, SwiGLU, attention over short
-sequences.
+"""Operators of layers that run without Transformer Engine: RMSNorm, SwiGLU, and attention over
+short sequences.
 
 - RMSNorm equals megatron-core's torch norm, but supports sequence parallelism and takes a third of
-  the time on a CPU. megatron-core's norm refuses sequence parallelism, because the norm's weight
-  would miss the gradient all-reduce. Our RMSNorm requests this all-reduce through an attribute of
-  the weight. On GPUs, torch has a kernel for the norm and its gradient. On CPUs, torch computes the
-  norm with a dozen operations, and each operation reads and writes the whole input.
-- SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. megatron-core's
-  operations copy both halves in forward and in backward. megatron-core's fused SwiGLU needs a
-  compiler, and Transformer Engine has a fused SwiGLU of its own.
-- The attention over short sequences is for CPUs, and keeps all scores in memory. torch's CPU kernel
-  runs small matrix products for every head of every sequence, forward and backward. For short
-  sequences, starting these many small products takes longer than computing them. Our attention over
+  the time on a CPU. The norm of megatron-core refuses sequence parallelism, because the norm's
+  weight would miss the gradient all-reduce. Our RMSNorm requests this all-reduce through an
+  attribute of the weight. On GPUs, our RMSNorm calls torch's kernel for the norm and its gradient.
+  On CPUs, torch's own norm takes a dozen operations, and each operation reads and writes the whole
+  input.
+
+- SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The operations of
+  megatron-core copy both halves in forward and in backward. The fused SwiGLU of megatron-core needs
+  a compiler, and Transformer Engine has its own fused SwiGLU.
+
+- The attention over short sequences is for CPUs, and keeps all scores in memory. The CPU kernel of
+  torch runs small matrix products for every head of every sequence, forward and backward. For short
+  sequences, starting so many small products takes longer than computing them. Our attention over
   short sequences runs one batched product for all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
@@ -49,11 +52,11 @@ class RMSNorm(nn.Module):
 class _RmsNorm(torch.autograd.Function):
     """RMS norm with its gradient. With r = 1 / sqrt(mean(x^2) + eps) and n = x r: y = w n. For a
     gradient g of y, the gradient of w is the sum of g n over all rows, and the gradient of x is r
-    (g w - n mean(g w n)). (B. Zhang and R. Sennrich, arXiv 1910.07467, equation 4.)"""
+    (g w - n mean(g w n)). (Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Maps x [*, H] and weight [H] to [*, H] in the type of x."""
+        """Returns the norm of x [*, H] with weight [H], as [*, H] in the dtype of x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         r = (
             torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -77,7 +80,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Returns silu(a) * b [*, F] for x = [a, b] [*, 2F] (N. Shazeer, arXiv 2002.05202)."""
+    """Returns silu(a) * b [*, F] for x = [a, b] [*, 2F] (Shazeer, arXiv 2002.05202)."""
     return _SwiGlu.apply(x)
 
 
@@ -125,8 +128,8 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
 class _ShortAttention(torch.autograd.Function):
     """Attention with its gradient: P = softmax(scale Q K') and O = P V. For a gradient G of O, the
     gradient of V is P'G. With D = G V', the gradient of the scores is S = P (D - sum(D P)), the
-    gradient of Q is scale S K, and the gradient of K is scale S'Q. (A. Vaswani et al., arXiv
-    1706.03762, eq. 1.)"""
+    gradient of Q is scale S K, and the gradient of K is scale S'Q. (Source: Vaswani et al., arXiv
+    1706.03762, equation 1.)"""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -51,7 +51,7 @@ class PolicyModel(GPTModel):
 
     This class skips GPTModel's output layer, because that layer would compute the logits of every
     position. For packed sequences without bounds (cu_seqlens_q), Megatron receives each token's
-    rotary embedding [t, 1, d] and applies it to queries and keys [t, n, d] at once.
+    rotary embedding [t, 1, d], and applies it to all queries and keys [t, n, d] in one operation.
     """
 
     def _preprocess(
@@ -83,7 +83,7 @@ _ROUTER_DTYPES = {"model": None, "float32": "fp32", "float64": "fp64"}
 
 
 def recomputation(model: ModelConfig) -> dict[str, Any]:
-    """Returns Megatron's settings for activations that backward recomputes."""
+    """Returns Megatron's settings for the recomputation of activations in backward."""
     if model.recompute == "none":
         return {}
     if model.recompute == "selective":
@@ -105,8 +105,8 @@ def transformer_config(
     performance: PerformanceConfig = _DEFAULT,
     moe: MoeConfig = _MOE,
 ) -> TransformerConfig:
-    """Returns Megatron's configuration of the model. The RL method normalises the loss, so Megatron
-    does not divide the loss again."""
+    """Returns Megatron's configuration of the model. The RL method normalises the loss, so this
+    configuration keeps Megatron from dividing the loss again."""
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
     if shape.latent:
@@ -163,8 +163,9 @@ def transformer_config(
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Returns Transformer Engine's layers if Transformer Engine and CUDA are available. Otherwise,
-    returns Megatron's local layers with our norm, activation and attention."""
+    """Returns Transformer Engine's layers if Transformer Engine and CUDA are available. Without
+    Transformer Engine or CUDA, returns Megatron's local layers with this project's norm, activation
+    and attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -285,9 +286,9 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    Megatron marks cut parameters only while it initialises parameters, but a run loads parameters
-    instead. Megatron treats an unmarked parameter as a duplicate, so the gradient norm would
-    include only the first rank's part of the parameter.
+    Megatron marks cut parameters only while it initialises them, but a run loads its parameters
+    without initialising them. Megatron treats an unmarked parameter as replicated over ranks, so
+    the gradient norm would include only the first rank's part of the parameter.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
@@ -317,8 +318,8 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the expert biases [E] float32 of the routers. The names of the biases have the form of
-    parameter names. No optimizer updates expert biases."""
+    """Yields each router's expert biases, [E] float32, with a name. The name has the same form as
+    Megatron's parameter names. No optimizer updates expert biases."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -354,8 +355,8 @@ def is_expert(name: str) -> bool:
 
 
 def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
-    """Returns the index of this rank's part of a weight and the number of parts, in the form that
-    `shard` and `Shard` take."""
+    """Returns the index of this rank's part of a weight, and the number of parts, as arguments for
+    `shard` and `Shard`."""
     cut = getattr(weight, "tensor_model_parallel", False) and not is_expert(name)
     return (layout.tp_rank, layout.tp) if cut else (0, 1)
 
@@ -380,8 +381,8 @@ def finish_gather(model: list[nn.Module]) -> None:
 
 
 def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yields Megatron's flat gradient buffers. With the distributed optimizer, these buffers hold
-    parameters too."""
+    """Yields Megatron's flat gradient buffers. With the distributed optimizer, Megatron's gradient
+    buffers also hold the parameters."""
     for chunk in model:
         yield from chunk.buffers  # type: ignore[misc]
         yield from chunk.expert_parallel_buffers  # type: ignore[misc]
@@ -396,8 +397,8 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter and every expert bias with its slice of the folder's tensors. Reads
-    only these slices from the folder.
+    """Fills every parameter and every expert bias of this rank with its slice of the folder's
+    tensors. Reads only the slices that this rank needs.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.

@@ -43,10 +43,10 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class GivenExperts(RouterReplay):
     """Replays the engine's experts in one router, one micro-batch at a time.
 
-    Megatron's RouterReplay must be told whether a forward is a recomputation during backward. In a
-    pipeline, forwards and backwards alternate. This class therefore recognises a recomputation
-    itself. A forward that will be recomputed runs without gradients. The recomputations come in the
-    same order as these forwards.
+    The caller of Megatron's RouterReplay must set whether a forward is a recomputation during
+    backward. In a pipeline, forwards and backwards alternate, so GivenExperts recognises
+    recomputations itself. A forward that will be recomputed in backward runs without gradients.
+    Recomputations come in the same order as the forwards that ran without gradients.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,8 @@ class GivenExperts(RouterReplay):
         self.counts: Tensor | None = None
 
     def begin(self, trains: bool) -> None:
-        """Prepares for a pass. trains: whether a backward follows."""
+        """Prepares for a pass over micro-batches. If `trains` is True, the pass includes
+        backward."""
         self._given, self._trains, self.counts = None, trains, None
         self._again.clear()
 
@@ -75,9 +76,9 @@ class GivenExperts(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns scores [t, K] and numbers [t, K] of the given experts, from `scores` [t, E].
-        Tokens without given experts get the experts with the highest scores. Overrides Megatron's
-        method."""
+        """Returns the given experts' scores [t, K], taken from `scores` [t, E], and the given
+        experts' numbers [t, K]. Tokens without given experts get the experts with the highest
+        scores. Overrides Megatron's method."""
         assert default_compute_topk is not None
         experts = self._next()
         highest, chosen = default_compute_topk(
@@ -141,8 +142,8 @@ def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
 @torch.no_grad()
 def routing_metrics(model: list[nn.Module], device: torch.device) -> dict[str, Tensor]:
     """Returns the 0-dim metric `routing/differs` over all tokens and layers of the last pass. The
-    metric is the share of the given experts that the trainer's routers would not have chosen, or
-    NaN if no expert was given.
+    metric is the fraction of the engine's experts that the trainer's routers would not have chosen,
+    or NaN if the engine gave no experts.
 
     Call this function only after a pass without backward. All ranks must call this function, after
     `install`.

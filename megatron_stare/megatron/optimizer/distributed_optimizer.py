@@ -3,21 +3,21 @@ without gathering the state.
 
 A data-parallel rank holds a contiguous range of each parameter's elements, called a stretch. A
 stretch may begin and end within a row of the parameter. Megatron has three checkpoint formats for
-stretches. The first format gathers all stretches on every rank. The second format saves stretches
-unchanged, so a checkpoint in the second format can only be loaded in the layout that saved the
-checkpoint. The third format is meant to avoid the gather and the fixed layout, but megatron-core
-0.16 refuses this format. This module therefore cuts a stretch into boxes, which contain the whole
-rows of the stretch and the partial rows at the two ends. A box has a start and a size in each
-dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. In any
-layout, every rank writes and reads only its own boxes.
+stretches. Megatron's first format gathers all stretches on every rank. Megatron's second format
+saves stretches unchanged, so a checkpoint loads only into the layout that saved it. Megatron's
+third format is meant to need neither a gather nor a fixed layout, but megatron-core 0.16 refuses
+this format. This module instead cuts a stretch into boxes: one box for the whole rows of the
+stretch, and further boxes for the partial rows at its two ends. A box has a start and a size in
+each dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. In
+any layout, every rank writes and reads only its own boxes.
 
 The float32 masters of 16-bit parameters are saved as float32. On load, the masters are converted to
-the form that the optimizer keeps. By default Megatron's distributed optimizer updates its own
-masters. A precision-aware distributed optimizer updates the parameters, and the inner optimizer
+the form in which the optimizer stores them. By default Megatron's distributed optimizer updates its
+own masters. A precision-aware distributed optimizer updates the parameters, and the inner optimizer
 keeps the masters in its state as "master_param". For a bfloat16 parameter, Transformer Engine's
-FusedAdam keeps only those 16 bits of the master that the parameter lacks. For other parameters,
-FusedAdam keeps the masters in float32. HybridDeviceOptimizer exposes the masters that it updates on
-the host.
+FusedAdam keeps only the 16 bits of the master that the parameter does not contain. For other
+parameters, FusedAdam keeps the masters in float32. HybridDeviceOptimizer exposes the masters that
+it updates on the host.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Returns the float32 master [n] of a parameter. If the parameter contains half of the master's
-    bits, returns a copy that is joined from the two halves. Otherwise, returns the optimizer's own
-    tensor.
+    bits, returns a copy that is joined from the two halves. If the optimizer holds the whole
+    master, returns the optimizer's own tensor.
 
     Args:
         updated: [n] tensor that the optimizer updates.
@@ -57,8 +57,8 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | None) -> None:
-    """Stores the master `values`. Does nothing if the caller has already written the values into
-    the optimizer's tensor that `read_master` returned.
+    """Stores the master `values`. Does nothing if `read_master` returned the optimizer's own
+    tensor, and the caller has already written the values into this tensor.
 
     Args:
         values: float32 [n], or None for a float32 parameter, which is its own master. If the
@@ -106,8 +106,8 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yields boxes that together cover the elements [start, stop) of a tensor of this shape, in
-    row-major order."""
+    """Yields boxes that together cover the elements [start, stop) of a tensor of this `shape`.
+    Elements are numbered in row-major order."""
     if start >= stop:
         return
     if not shape:
@@ -163,8 +163,8 @@ def sharded_shards(
 
     The data of each part is a view of an optimizer's tensor, or a master that was joined from the
     two halves of its bits. Names match Megatron's `fully_reshardable` format, so this module and
-    Megatron can load each other's checkpoints. A parameter that is its own master is saved with the
-    model only.
+    Megatron can load each other's checkpoints. A parameter that is its own master is saved only
+    with the model.
 
     Args:
         parameters: sharded state of the trained model, which must hold the parameters themselves

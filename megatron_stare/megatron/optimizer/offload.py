@@ -1,9 +1,9 @@
 """Moves parts of a rank's policy between device memory and host memory.
 
-Offloading resizes the storage of each tensor to zero, and onloading resizes the storage back.
-Parameters, their shards in the optimizer and the buckets of Megatron's buffers thus keep sharing
-memory. On a CPU, device memory and host memory are the same memory. In every other respect,
-offloading works as on a GPU.
+Offloading resizes the storage of each tensor to zero, and onloading restores the size of the
+storage. Tensors that share a storage therefore still share it after onloading: parameters, their
+shards in the optimizer, and the buckets of Megatron's buffers. On a CPU, offloading moves data
+within host memory, and otherwise works as on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 @dataclass(frozen=True)
 class _Left:
-    """A storage of an offloaded part, without device memory.
+    """A storage of an offloaded part, which holds no device memory.
 
     copy: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
     needed again, `copy` is None, and the storage is later filled with zeros.
@@ -57,8 +57,9 @@ class DeviceState:
         self._kept: dict[int, list[Tensor]] = {}  # pinned memory for reuse, by size
 
     def storages(self) -> dict[str, list[UntypedStorage]]:
-        """Returns the storages of each part, each storage once. The result includes the emptied
-        storages of offloaded parts, but no storages of other devices."""
+        """Returns the storages of each part. A storage that several parts share is listed only
+        once. The result includes the emptied storages of offloaded parts, but no storages on other
+        devices."""
         found: dict[str, list[UntypedStorage]] = {}
         seen: set[StorageWeakRef] = set()
         for part in PARTS:

@@ -30,17 +30,18 @@ _DEFAULT = PerformanceConfig()
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's dynamic loss scale, with a later update. The scale is updated when the outcome of
-    a step is known, and not when the gradient is prepared.
+    """Megatron's dynamic loss scale, but updated only when the outcome of a step is known. Megatron
+    itself updates the loss scale earlier, while it prepares the gradient.
 
-    Megatron's own class updates the scale at every division of a gradient by the scale, even for a
+    Megatron's own class updates the scale whenever it divides a gradient by the scale, even for a
     batch without a loss. If experts have their own optimizer, each optimizer would update its scale
-    separately. An optimizer could then divide its gradient by a scale that differs from the scale
-    of the loss.
+    separately. With separate scales, an optimizer could divide its gradient by another scale than
+    the scale of the loss.
     """
 
     def update(self, found_inf: bool) -> None:
-        """Does nothing. Megatron calls `update` while it prepares gradients."""
+        """Does nothing. Megatron calls `update` while it prepares gradients, before the outcome of
+        the step is known."""
 
     def settle(self, *, overflow: bool) -> None:
         """Updates the loss scale. Call `settle` after every step that was taken, and after every
@@ -49,14 +50,14 @@ class LossScale(DynamicGradScaler):
 
     @property
     def exhausted(self) -> bool:
-        """True if the loss scale is at its minimum. An overflow at the minimum does not count as
-        caused by the loss scale. Waits for the device."""
+        """True if the loss scale is at its minimum. An overflow at the minimum is not attributed to
+        the loss scale, because a smaller scale is not possible. Waits for the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
     def factor(self) -> Tensor:
-        """The number by which the loss is multiplied, 0-dim float32. An update of the scale makes a
-        new tensor and leaves the returned tensor unchanged."""
+        """The number by which the loss is multiplied, 0-dim float32. An update of the loss scale
+        creates a new tensor and leaves the returned tensor unchanged."""
         return self._scale[0]
 
 
@@ -149,7 +150,7 @@ class Outcome:
     empty: whether no token of the batch had a loss.
     skipped: whether the step was skipped because the loss scale was too large for float16. The next
     update uses the same scale or a smaller scale.
-    held: whether the step was not taken because the gradient norm was above its limit.
+    held: whether no step was taken because the gradient norm was above its limit.
     """
 
     grad_norm: float

@@ -1,17 +1,17 @@
 """Describes the optimizer's state as parts of the whole model's tensors, independent of the layout.
 
-If experts are divided over ranks, Megatron has a separate optimizer for experts; otherwise, one
-optimizer updates all parameters. Megatron's own checkpoints contain the settings of each optimizer.
-This module saves only tensors and the step count, under names that do not contain an optimizer's
-index in the chain. Settings come from the configuration, and the schedule sets the learning rates
-before every step.
+If experts are divided over ranks, Megatron has a separate optimizer for experts. Without such a
+division, one optimizer updates all parameters. Megatron's own checkpoints contain the settings of
+each optimizer. This module saves only tensors and the step count, under names that do not contain
+an optimizer's index in the chain. On a resume, the optimizers' settings come from the
+configuration, and the schedule sets the learning rates before every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
 FusedAdam keep the step count in a number per parameter group. FusedAdam creates the step count at
 its first step, so the place of the step count is not visible in a new optimizer. `step_place` finds
-this place without relying on the names of optimizers: the optimizer steps a probe parameter with
-one element, and `step_place` then looks for the step count.
+the place of the step count without relying on the names of optimizers. The optimizer steps a probe
+parameter with one element, and `step_place` then looks for the step count.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def load_state(
 
 def chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Returns the optimizers that are stepped one after another. Optimizers without parameters are
-    left out. For example, a pipeline stage without experts has an optimizer for experts, and this
-    optimizer has no parameters."""
+    left out. For example, the expert optimizer of a pipeline stage without experts has no
+    parameters."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if any(group["params"] for group in part.param_groups)]
 
@@ -120,8 +120,8 @@ def _whole(part: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns torch's part of an optimizer's state. Optimizers with float32 masters nest this part
-    one level deeper."""
+    """Returns the torch optimizer's part of an optimizer's state. Optimizers with float32 masters
+    nest the torch optimizer's state one level deeper."""
     return state.get("optimizer", state)
 
 
@@ -131,7 +131,8 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """The places where an optimizer stores a value under "step", and the value after one step.
+    """The places where an optimizer stores its step count under the key "step", each with the value
+    after one step.
 
     group: value in the optimizer's parameter groups, or None if the groups have no step count.
     state: value in each parameter's state, or None if these states have no step count.
@@ -166,7 +167,7 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
     optimizers have the same class.
 
     After a step, a host optimizer looks up the device copy of each of its parameters. A probe
-    parameter has no device copy. The probe therefore runs in a new optimizer with the class and the
+    parameter has no device copy, so the probe runs in a new optimizer with the class and the
     settings of the host optimizers.
     """
     if not optimizer.cpu_optimizers:
@@ -229,8 +230,8 @@ def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
 
 
 def like(kept: Any, step: int) -> Any:
-    """Converts `step` to the form of `kept`, which is a step count that an optimizer stored. If
-    `kept` is a tensor, the result is a new tensor; otherwise, the result is a number."""
+    """Converts `step` to the form of `kept`, a step count that an optimizer stored as a tensor or a
+    number. If `kept` is a tensor, the result is a new tensor; otherwise, the result is a number."""
     return torch.full_like(kept, step) if torch.is_tensor(kept) else type(kept)(step)
 
 

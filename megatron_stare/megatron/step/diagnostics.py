@@ -1,14 +1,15 @@
 """Diagnoses an update on the last pipeline stage: forecasts the change of the entropy, and computes
 numbers for single tokens.
 
-`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss. This
-derivative needs only [N] numbers and no pass of the model. `measured_change` runs after the
-optimizer step, with one more forward pass, and measures how the entropy of the same tokens actually
-changed. docs/diagnostics.md compares the forecast with the measured change.
+`forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss with
+respect to the N log-probs, which needs no pass of the model. `measured_change` runs after the
+optimizer step. `measured_change` uses one more forward pass to measure how much the entropy of the
+same tokens actually changed. See docs/diagnostics.md for a comparison of the forecast and the
+measured change.
 
-`token_numbers` computes how the current update treats the tokens of some responses, from the
-trainer's own statistics and loss, without the model. `records/token_numbers.py` joins the ranks'
-results.
+`token_numbers` shows how the current update treats each token of chosen responses. `token_numbers`
+needs only the trainer's statistics and loss, and no pass of the model. `records/token_numbers.py`
+joins the ranks' results.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def forecast(
     head: Head,
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Returns the 0-dim `forecast/*` and `gradient/*` metrics of the coming step over the whole
-    batch.
+    """Returns the metrics `forecast/*` and `gradient/*` of the coming step over the whole batch,
+    each 0-dim.
 
     Args:
         objective: the step's objective, whose tokens have sum_p2 and sum_p2_log_p.
@@ -87,8 +88,8 @@ def forecast(
 
 def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
     """Returns two 0-dim tensors for each cell: the mean norm of the gradients of the cell's tokens,
-    and the cell's share of the rollout batch's tokens. A cell combines a range of probability with
-    a range of entropy.
+    and the cell's share of the rollout batch's tokens. A cell contains the tokens in one range of
+    probability and one range of entropy.
 
     Args:
         tokens: tokens with sum_p2.
@@ -101,7 +102,7 @@ def push_of(
     tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
 ) -> Tensor:
     """Returns, for every token, the negative derivative of the on-policy loss with respect to the
-    token's log-prob, [N]. In a step of gradient descent on the token's logits, this value is the
+    token's log-prob, [N]. In a gradient descent step on a token's logits, the returned value is the
     factor of (one_hot - p). The loss itself is differentiated, so weights, masks, aggregation and
     corrections are included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
@@ -140,15 +141,15 @@ def measured_change(
 def token_numbers(
     objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]
 ) -> TokenNumbers:
-    """Returns the fields of TokenNumbers, one value per token. The tokens are the tokens of
-    `samples` in this rank's micro-batches of the update. The values are on the device, and the call
-    does not wait for the device.
+    """Returns the fields of TokenNumbers, one value per token. Covers the tokens of `samples` that
+    are in this rank's micro-batches of the update. The returned values stay on the device, and the
+    call does not wait for the device.
 
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
-    divided by -(coefficient x advantage). This weight is the factor that multiplies the advantage
-    after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. For a
-    method in a user's own file, the weight is computed in the same way. A token with coefficient 0
-    has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold tokens of the
+    divided by -(coefficient x advantage). The weight is the total factor on the token's advantage,
+    including STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. For
+    a method in a user's own file, the weight is computed in the same way. A token with coefficient
+    0 has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold tokens of the
     same responses, all these ranks must call `token_numbers`, because a method's loss may contain a
     sum over these ranks.
 
@@ -171,7 +172,7 @@ def token_numbers(
 def _of_micro_batch(
     objective: Objective, tokens: TokenBatch, micro: MicroBatch, push: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the columns of TokenNumbers for some `rows` [.] of the micro-batch."""
+    """Returns the columns of TokenNumbers for the given `rows` [.] of the micro-batch."""
     seen = objective.tokens_of(tokens.old_log_prob[micro.span], tokens.entropy[micro.span], micro)
     statistics = objective.statistics_of(micro)
     coefficient = objective.method.coefficients(seen, statistics)

@@ -30,13 +30,13 @@ UNLIKELY = math.log(1e-3)
 
 @dataclass(frozen=True)
 class Compared:
-    """The engine's log-prob minus the trainer's log-prob for each of this rank's tokens, in nats,
-    and the properties by which tokens are grouped.
+    """Holds, for each of this rank's tokens, the engine's log-prob minus the trainer's log-prob, in
+    nats, and the properties by which tokens are grouped.
 
     versions: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.
-    expected: number of tokens that all ranks together should hold. Fewer compared tokens mean that
-        tokens are missing.
+    expected: number of tokens that all ranks together should hold. If fewer tokens than `expected`
+        are compared, tokens are missing.
     """
 
     values: Tensor  # [N] float32
@@ -51,7 +51,7 @@ class Compared:
     def of(
         cls, batch: RankBatch, engine: Tensor, trainer: Tensor, all_versions: Sequence[int]
     ) -> Compared:
-        """Compares [N] log-probs of engine and trainer."""
+        """Compares the engine's log-probs [N] with the trainer's log-probs [N]."""
         share, here = batch.share, trainer.device
         longest = int((share.response_lengths == share.response_lengths.max()).nonzero()[0])
         return cls(
@@ -65,7 +65,7 @@ class Compared:
         )
 
     def summary(self, group: ProcessGroup | None) -> LogProbDifference:
-        """Summarises the tokens of all ranks of `group`. These ranks must call `summary`
+        """Summarises the tokens of all ranks of `group`. All ranks of `group` must call `summary`
         together."""
         size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
         ranges = {

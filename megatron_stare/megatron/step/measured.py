@@ -66,7 +66,7 @@ class Measured:
     forecast: dict[str, Tensor] = field(default_factory=dict)
 
     def requests(self, *, sampled: bool = True) -> dict[str, Request]:
-        """Returns requests for the metrics of the rollout batch, by name.
+        """Returns the statistics requests for the rollout batch's metrics, keyed by metric name.
 
         Args:
             sampled: False if no engine sampled the tokens. The tokens then have no log-probs of an
@@ -108,8 +108,8 @@ def complete(
     measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
 ) -> Measured:
     """Adds the log-probs and entropies of a training pass that replaced the log-prob pass. Also
-    computes the method's state for the next step from these log-probs and entropies. All ranks of
-    the last pipeline stage must call `complete`."""
+    computes the method's state for the next step from the log-probs and entropies of the training
+    pass. All ranks of the last pipeline stage must call `complete`."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

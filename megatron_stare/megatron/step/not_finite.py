@@ -1,10 +1,10 @@
-"""Finds the source of numbers that are not finite on this rank, after an update was skipped because
-of such numbers.
+"""Finds where NaN or infinite numbers on this rank come from, after they caused an update to be
+skipped.
 
-When gradients are reduced over data-parallel ranks, a number that is not finite spreads to all
-data-parallel ranks. Each rank therefore records before the reduction whether the rank's own
-gradient is finite. After a skipped update, `look` finds on request which weights, gradients and
-samples are not finite.
+When gradients are reduced over data-parallel ranks, a NaN or infinite number spreads to all these
+ranks. Before the reduction, each rank therefore records whether its own gradient is finite. After a
+skipped update, a call of `look` finds the weights, gradients and samples with NaN or infinite
+numbers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron_stare.records.batch import TokenBatch
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Numbers on one rank that are not finite.
+    """Weights, gradients and samples with NaN or infinite numbers on one rank.
 
-    own_gradient: whether the rank's own gradient was not finite before the gradient was reduced
+    own_gradient: whether the rank's own gradient had NaN or infinite numbers before it was reduced
         over data-parallel ranks.
-    weights: the first parameter, in forward order, with values that are not finite.
-    gradient: the first parameter, in backward order, whose gradient was not finite.
-    samples: samples of the whole batch, in ascending order, for which this rank holds a log-prob,
-        advantage or loss that is not finite.
+    weights: the first parameter, in forward order, with NaN or infinite values.
+    gradient: the first parameter, in backward order, with NaN or infinite values in its gradient.
+    samples: indices in the whole batch, ascending, of the samples for which this rank holds a NaN
+        or infinite log-prob, advantage or loss.
     """
 
     rank: int
@@ -74,8 +74,8 @@ class OwnGradients:
         return reduce_after_a_look
 
     def not_finite(self) -> bool:
-        """Returns True if this rank's own gradient was not finite in the last update. Waits for the
-        device."""
+        """Returns True if this rank's own gradient had NaN or infinite numbers in the last update.
+        Waits for the device."""
         return any(not bool(largest.isfinite()) for largest in self._largest.values())
 
 
@@ -86,7 +86,8 @@ def look(
     tokens: TokenBatch | None,
     lost: Tensor | None,
 ) -> NotFinite:
-    """Finds the numbers on this rank that are not finite. Call `look` after an update was skipped.
+    """Finds weights, gradients and samples with NaN or infinite numbers on this rank. Call `look`
+    after an update was skipped.
 
     Args:
         tokens: this rank's tokens, on the last stage.

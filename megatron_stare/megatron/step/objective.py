@@ -1,5 +1,5 @@
-"""Defines the objective of one optimizer step on the last pipeline stage. The objective contains
-the method's loss over the step's micro-batches, and metrics.
+"""Defines the objective of one optimizer step on the last pipeline stage. The objective consists of
+the method's loss over the step's micro-batches, and of the metrics to log.
 
 Shape legend: N response positions of this rank, n response positions of a micro-batch, as in
 microbatch.py.
@@ -51,8 +51,8 @@ class Objective:
     own: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope is
         micro_batch, a micro-batch uses its entry of `own` instead of `statistics`. For other
         scopes, `own` is empty.
-    is_log_prob_pass: whether this training pass is also the log-prob pass. If so, the old log-probs
-        equal the current log-probs.
+    is_log_prob_pass: whether this training pass is also the log-prob pass. In a log-prob pass, the
+        old log-probs equal the current log-probs.
     """
 
     method: Method
@@ -115,8 +115,9 @@ class Objective:
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Returns requests for the update's metrics, by name. The requests use the tensors that
-        `loss` logged on this rank, and the answers cover all ranks."""
+        """Returns the statistics requests for the update's metrics, keyed by metric name. The
+        requests use the tensors that `loss` logged on this rank, and their answers cover all
+        ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),

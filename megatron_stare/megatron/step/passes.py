@@ -2,8 +2,8 @@
 entropies. The training pass runs forward and backward and gives the gradient.
 
 The two passes run Megatron's pipeline schedule over the same micro-batches. On-policy ratios are
-therefore 1. `Reference` is the reference policy in the KL term. Its log-probs also come from a
-forward-only pass.
+therefore 1. `Reference` is the reference policy in the KL term. The reference policy's log-probs
+also come from a forward-only pass.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def compute_log_probs(
     second_moment: bool = False,
     keep: list[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns log-probs and entropies [N] of this rank's response positions. Both returned tensors
-    are empty on all pipeline stages but the last.
+    """Returns log-probs and entropies [N] of this rank's response positions. The returned tensors
+    are empty on all pipeline stages except the last stage.
 
     Args:
         second_moment: whether to return two more tensors [N]: sum p^2 and sum p^2 ln p, over the
@@ -67,8 +67,8 @@ def accumulate_gradients(
     loss_scale: Tensor | None = None,
     kept: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Computes the gradient of the loss, summed over all micro-batches, in the model's gradient
-    buffers. The gradient is reduced over ranks.
+    """Sums the gradient of the loss over all micro-batches in the model's gradient buffers, and
+    reduces this gradient over ranks.
 
     Args:
         loss_scale: 0-dim factor of the loss and therefore of the gradient, or None for a factor of
@@ -118,7 +118,7 @@ def _run(
     """Runs Megatron's schedule over this rank's micro-batches.
 
     `after_hidden` computes a micro-batch's results from the last hidden states. If `kept` has
-    entries, the hidden states are taken from `kept` instead of a forward pass.
+    entries, the hidden states come from `kept`, and no forward pass runs.
     """
     # Megatron expects the length before sequences are split
     split = batch.layout.micro_batch_group
@@ -154,8 +154,8 @@ def _run(
 
 
 class Reference:
-    """The reference policy, without gradients, in the trainer's layout. The weights come from
-    model.reference_path, or from model.path if no reference path is set.
+    """The reference policy, without gradients, in the trainer's layout. The reference policy's
+    weights come from model.reference_path, or from model.path if no reference path is set.
 
     Args:
         shape: shape of the trained policy. The reference policy has the same shape.
@@ -174,8 +174,8 @@ class Reference:
         self._move("cpu" if self._offload else str(device()))
 
     def compute_log_probs(self, batch: RankBatch, head: Head) -> Tensor:
-        """Returns the reference policy's log-probs [N] of this rank's response positions. The pass
-        runs over the same micro-batches as the policy's passes."""
+        """Returns the reference policy's log-probs [N] of this rank's response positions. The
+        reference policy's pass runs over the same micro-batches as the policy's passes."""
         self._move(str(device()))
         log_prob, _ = compute_log_probs(self.model, batch, head)
         if self._offload:

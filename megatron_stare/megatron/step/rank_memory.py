@@ -15,9 +15,9 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 
 
 class SavedForBackward:
-    """Counts the bytes that autograd keeps for backward now, and the peak of these bytes since the
-    last `take_peak`. Several saved tensors that share memory count once. The policy's own memory
-    does not count."""
+    """Counts the bytes that autograd currently keeps for backward, and the peak of these bytes
+    since the last `take_peak`. Memory that several saved tensors share is counted once. The
+    policy's own memory is not counted."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
@@ -27,7 +27,7 @@ class SavedForBackward:
 
     @contextlib.contextmanager
     def counting(self, own: Collection[UntypedStorage]) -> Iterator[None]:
-        """Counts the tensors that autograd saves inside this context. A tensor counts until
+        """Counts the tensors that autograd saves inside this context. Each tensor is counted until
         autograd releases the tensor.
 
         Args:
@@ -38,7 +38,8 @@ class SavedForBackward:
             yield
 
     def take_peak(self) -> int:
-        """Returns the peak in bytes. The next peak starts from the bytes that are kept now."""
+        """Returns the peak in bytes. The next peak starts from the bytes that autograd keeps at the
+        time of this call."""
         peak, self._peak = self._peak, self._now
         return peak
 
@@ -56,7 +57,7 @@ class SavedForBackward:
         return address
 
     def drop(self, address: int) -> None:
-        """Removes one saved tensor from the count of the storage at this address."""
+        """Records that a saved tensor no longer uses the storage at this address."""
         known = self._held[address]
         known[0] -= 1
         if not known[0]:
@@ -87,17 +88,17 @@ class RankMemory:
         self._policy, self._saved = policy, SavedForBackward()
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Counts, inside this context, the tensors that autograd keeps for backward. `live_mb`
-        includes these tensors. On CUDA the context does nothing, because the allocator counts the
-        tensors."""
+        """Counts the tensors that autograd saves for backward inside this context. `live_mb`
+        includes these tensors. On CUDA the context does nothing, because CUDA's allocator already
+        counts these tensors."""
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:
-        """Returns memory in 10^6 bytes. Values that cannot be measured are missing.
+        """Returns memory in 10^6 bytes. Leaves out the values that cannot be measured.
 
-        `peak_mb` is this process's peak since the last call. Without CUDA, `live_mb` is the size of
-        the policy's tensors now plus autograd's peak since the last call. `device_mb` is the memory
-        that all processes hold on this GPU now.
+        `peak_mb` is this process's peak memory since the last call. Without CUDA, `live_mb` is the
+        current size of the policy's tensors plus autograd's peak since the last call. `device_mb`
+        is the memory that all processes together currently hold on this GPU.
         """
         found = {"peak_mb": take_peak_bytes(), "device_mb": device_used_bytes()}
         if not uses_cuda():

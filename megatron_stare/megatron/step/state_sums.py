@@ -1,9 +1,9 @@
-"""Computes two sums for each tensor in a rank's part of a run's state. The sums show whether a
-checkpoint restored the whole state.
+"""Computes two sums for each tensor of a run's state, over the part that this rank holds. The sums
+show whether a checkpoint restored the whole state.
 
 The log-probs of a canary batch verify the weights, but not the optimizer. A lost optimizer state
-raises no error and shows only in later steps. The totals over all ranks are the same in every
-layout, up to rounding in float64.
+raises no error and shows only in later steps. Added up over all ranks, the sums are the same in
+every layout, up to rounding in float64.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum 
 
 @dataclass(frozen=True)
 class RankProof:
-    """Numbers that one rank contributes to a proof of the loaded state.
+    """Numbers from one rank that prove whether a checkpoint restored the whole state.
 
-    log_probs: two tensors for each policy: the indices [n] of this rank's response positions in the
-        batch's canonical order, and the log-probs [n] float32 at these positions. Only the last
-        stage has log-probs.
+    log_probs: for each policy, the indices [n] of this rank's response positions in the batch's
+        canonical order, and the float32 log-probs [n] at these positions. Only ranks of the last
+        pipeline stage have log-probs.
     sums, counts: see `state_sums`.
     """
 
@@ -47,9 +47,10 @@ class RankProof:
 
 @torch.no_grad()
 def state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, dict[str, float]]:
-    """Sums this rank's parts of the policy's weights, of a refreshed reference policy's weights and
-    of the optimizer's tensors. Each element counts on one rank only. Rows that pad the vocabulary
-    do not count. Also returns the step counts of Adam and of the schedule."""
+    """Sums this rank's parts of three sets of tensors: the policy's weights, the weights of a
+    refreshed reference policy, and the optimizer's tensors. Each element is summed on only one
+    rank. Rows that pad the vocabulary are left out. Also returns the step counts of Adam and of the
+    schedule."""
     with backend():
         return _state_sums(policy, reference)
 
@@ -76,7 +77,7 @@ def _state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, d
 
 
 def _add(found: dict[str, list[float]], what: str, words: int, states: Iterable[Any]) -> None:
-    """Adds the sums of this rank's parts of the tensors to `found`. `words` is the size of the
+    """Adds the two sums of each tensor part in `states` to `found`. `words` is the size of the
     vocabulary."""
     for state in states:
         for part in nested_values(state):

@@ -66,7 +66,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Policy:
-    """A rank's part of the policy, with its optimizer and reference.
+    """A rank's part of the policy, with the optimizer and the reference policy.
 
     reference: the reference policy in the KL term, or None if the method has no KL term.
     """
@@ -83,8 +83,8 @@ class Policy:
 class Step:
     """Training step on one rollout batch, on this rank.
 
-    measured: this rank's tokens with the statistics over all ranks' tokens, or None on all pipeline
-    stages but the last.
+    measured: this rank's tokens with the statistics over all ranks' tokens, on the last pipeline
+    stage. None on all other stages.
     group: group of the ranks that hold other tokens of the batch, or None if this rank holds all
     tokens.
     """
@@ -148,7 +148,7 @@ class Step:
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
         """Computes the method's statistics over the rollout batch, and the method's state for this
-        step. The state changes once per rollout batch."""
+        step. The method's state changes once per rollout batch."""
         if self.measured is None:
             return
         before = {
@@ -268,8 +268,8 @@ class Step:
         """Returns the objective of an update, or None on all pipeline stages but the last.
 
         For every update after the first, all ranks must call `_make_objective`, because the call
-        may run a forward pass. The forward pass computes the surprisals of the update's mini-batch
-        again if `statistics.surprisal` is `current`.
+        may run a forward pass. If `statistics.surprisal` is `current`, a forward pass recomputes
+        the surprisals of the update's mini-batch.
         """
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
@@ -318,7 +318,7 @@ class Step:
 
     def _measures_forecast(self) -> bool:
         """Returns True if the step's number is a multiple of `observability.measured_every`.
-        Returns False if there is no forecast or `measured_every` is 0."""
+        Returns False if the run makes no forecast, or if `measured_every` is 0."""
         watched = self._config.observability
         if (
             not watched.entropy_forecast
@@ -335,7 +335,7 @@ class Step:
         metrics: Mapping[str, Tensor | float],
         loss_scale: Tensor | None,
     ) -> None:
-        """Writes the weights before the first update, and the loss and the gradients of the first
+        """Writes the loss and the gradients of the first update, and the weights before this
         update. All ranks must call `_dump`. The driver writes the mini-batch, because only the
         driver holds the whole mini-batch."""
         policy = self._policy

@@ -1,10 +1,10 @@
 """Hides the differences between releases of megatron-core. Each supported release has its own
 module, and all modules define the same names.
 
-The rest of the package does not check the release and does not handle names that a release lacks.
-tests/test_structure.py enforces both rules. For megatron-core 0.19 and later, the package uses the
-newest module in this folder. Releases of megatron-core between 0.16 and 0.19 are not supported. For
-example, megatron-core 0.18 lacks a name that the module for 0.16 imports (scripts/try_release.sh).
+In the package megatron/, only this folder checks the release or handles names that a release lacks,
+as tests/test_structure.py enforces. For megatron-core 0.19 and later, the package uses the newest
+module in this folder. Releases 0.17 and 0.18 of megatron-core are not supported. For example,
+megatron-core 0.18 lacks a name that the module for 0.16 imports (scripts/try_release.sh).
 """
 
 from __future__ import annotations

@@ -25,14 +25,15 @@ _COMMON = "common_state/shard_0_1"  # the object that 0.19 saves instead of a fi
 
 
 def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
-    """Returns the feed-forward submodules of a local layer, to be replaced in place."""
+    """Returns the feed-forward submodules of a local layer, so that the caller can replace them in
+    place."""
     return layer.submodules.mlp.submodules
 
 
 def begin_save(
     state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
 ) -> AsyncRequest:
-    """Prepares a checkpoint that is written in the background.
+    """Prepares the save of a checkpoint, which then runs in the background.
 
     Args:
         validate: whether Megatron checks that exactly one rank saves each part of a tensor.
@@ -43,8 +44,9 @@ def begin_save(
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Reads the part of a checkpoint that is not tensors. megatron-core 0.16 saves this part in a
-    file. megatron-core 0.19 saves this part as an object among the tensors."""
+    """Reads the non-tensor state of a checkpoint. Release 0.16 of megatron-core saves the
+    non-tensor state in a file. Release 0.19 saves the non-tensor state as an object among the
+    tensors."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():
@@ -57,7 +59,7 @@ class _LoadCommon(TorchCommonLoadStrategy):
 
 
 def load_common(folder: str) -> dict[str, Any]:
-    """Reads the part of a checkpoint that is not tensors."""
+    """Reads the non-tensor state of a checkpoint."""
     return _LoadCommon().load_common(folder)
 
 

@@ -15,14 +15,15 @@ UNDEFINED: tuple[tuple[ModuleType, str], ...] = ()
 
 
 def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
-    """Returns the feed-forward submodules of a local layer, to be replaced in place."""
+    """Returns the feed-forward submodules of a local layer, so that the caller can replace them in
+    place."""
     return layer.submodules.mlp.keywords["submodules"]  # the layer is a partial of its class
 
 
 def begin_save(
     state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
 ) -> AsyncRequest:
-    """Prepares a checkpoint that is written in the background.
+    """Prepares the save of a checkpoint, which then runs in the background.
 
     Args:
         validate: whether Megatron checks that exactly one rank saves each part of a tensor.
@@ -38,7 +39,7 @@ def begin_save(
 
 
 def load_common(folder: str) -> dict[str, Any]:
-    """Reads the part of a checkpoint that is not tensors."""
+    """Reads the non-tensor state of a checkpoint."""
     return dist_checkpointing.load_common_state_dict(folder)
 
 
