@@ -1,6 +1,6 @@
-"""Defines SGLang plug-ins for CPUs without kernel packages. The server loads the plug-ins in
-SGLang's environment, through the entry-point groups `sglang.srt.platforms` and
-`sglang.srt.plugins`. The trainer never imports this module."""
+"""Defines plug-ins with which SGLang runs on a CPU without an installed kernel package. SGLang
+loads the plug-ins through the entry-point groups `sglang.srt.platforms` and `sglang.srt.plugins`.
+The trainer never imports this module."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ATTENTION = "torch_native"  # the only attention backend without a kernel packag
 
 
 def activate() -> str | None:
-    """Returns the name of the platform class on a machine without CUDA. Returns None on a machine
-    with CUDA, where SGLang's own platforms apply."""
+    """Returns the name of this project's platform class if the machine has no CUDA. Returns None if
+    the machine has CUDA, so that SGLang uses its own platforms."""
     if torch.cuda.is_available():
         return None
     from sglang.srt.arg_groups.choices import (
@@ -38,14 +38,14 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Replaces functions of SGLang that a CPU server of this project cannot use unchanged. The
-    replacement uses SGLang's hook registry.
+    """Replaces, through SGLang's hook registry, the functions of SGLang that do not suit this
+    project's CPU servers.
 
     SGLang honours seeds only in deterministic inference, and deterministic inference requires a GPU
     or a kernel package. The functions that deterministic inference calls are therefore replaced.
     SGLang's processes also report their load in a file in /dev/shm, and a killed server would leave
-    this file behind. The file is therefore moved to the server's own folder, which is removed with
-    the server.
+    this file behind. This function therefore moves the file to the server's own folder, which is
+    removed with the server.
     """
     if torch.cuda.is_available():
         return
@@ -73,8 +73,8 @@ def register_hooks() -> None:
 
 
 def _let_open_shared() -> None:
-    """Allows the servers' unpickler to open a bucket of weights in this machine's shared memory.
-    Ranks on GPUs open memory handles instead."""
+    """Allows the server's unpickler to open buckets of weights in this machine's shared memory.
+    Servers on GPUs open handles of GPU memory instead."""
     from sglang.srt.utils.common import SafeUnpickler
 
     allowed = getattr(SafeUnpickler, "ALLOWED_GLOBALS", None)
@@ -83,30 +83,30 @@ def _let_open_shared() -> None:
 
 
 def _plain_kernels() -> None:
-    """Does nothing. Replaces SGLang's function that switches to batch-invariant kernels. torch's
-    own kernels therefore stay in use."""
+    """Does nothing. Replaces SGLang's function that switches to batch-invariant kernels, so that
+    torch's own kernels stay in use."""
 
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
-    """Does nothing. Replaces a function that pins host memory for copies to a GPU."""
+    """Does nothing. Replaces SGLang's function that pins host memory for copies to a GPU."""
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors in the same way as SGLang's CPU engine. Without the CPU engine and without
-    this function, SGLang would call a CUDA operator."""
+    """Gathers tensors in the same way as SGLang does if its CPU engine is on. CPU servers run with
+    SGLang's CPU engine off, so SGLang itself would call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
 def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Reduces and scatters tensors, for the same reason as _gathered."""
+    """Reduces and scatters tensors without a CUDA operator; see `_gathered`."""
     ranks._reduce_scatter_tensor(output, of)
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
     """Makes SGLang use its CPU code for padding. Padding is needed if groups of ranks serve
-    separate requests. Without this function, SGLang uses the CPU code only with its CPU engine.
-    This function also defines the fill value for lengths, because only the attention backends of
-    the CPU engine define this value."""
+    separate requests. SGLang itself uses this CPU code only if its CPU engine is on. This function
+    also defines the fill value for sequence lengths, which only the attention backends of SGLang's
+    CPU engine define."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -115,8 +115,8 @@ def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) 
 def copied_rows(
     to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool
 ) -> None:
-    """Copies rows between the tokens of one group and the tokens of all groups, like SGLang's
-    Triton kernel.
+    """Copies rows between the tensor of one group's tokens and the tensor of all groups' tokens,
+    like SGLang's Triton kernel.
 
     Args:
         to, of: [n, ...], with equal numbers of columns.
@@ -132,17 +132,18 @@ def copied_rows(
 
 
 def _nothing_under_way(device: object = None) -> None:
-    """Does nothing, because there is no GPU whose work must be waited for."""
+    """Does nothing, because a CPU server has no GPU to synchronize with."""
 
 
 def _path_of_loads(instance: str) -> str:
-    """Returns the file in which a server's processes report their load to each other."""
+    """Returns the path of the file in which a server's processes report their load to each
+    other."""
     return os.path.join(tempfile.gettempdir(), f"loads-{instance}")
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """Computes MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, like
-    SGLang's kernel.
+    """Computes the same hash as SGLang's kernel: MurmurHash3 (32 bits, seed 0) of the 16 bytes of
+    seed, position and column.
 
     SGLang derives the noise of seeded sampling from this hash. The function uses plain torch,
     because SGLang's own implementations need Triton or a kernel package.

@@ -1,4 +1,4 @@
-"""Transfers buckets of weights in the body of a request."""
+"""Transfers buckets of weights in the bodies of HTTP requests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 
 
 class TensorSync(WeightSync):
-    """Sends pickled tensors in the body of a request. If trainer and servers share a GPU, the
-    tensors on this GPU are sent as CUDA IPC handles. Other tensors are sent as bytes. Sending bytes
-    is meant for tests of correctness, because base64 and JSON move about 0.05 GB/s on a core.
+    """Sends each bucket as pickled tensors in the body of an HTTP request. Tensors on a GPU that
+    trainer and server share are sent as CUDA IPC handles. CPU tensors in shared memory are sent as
+    file names. All other tensors are sent as bytes. Sending bytes is meant for correctness tests,
+    because base64 and JSON limit the speed to about 0.05 GB/s on one core.
 
     Args:
         places: places of the servers, in the order of the clients; None: the places are unknown, so
@@ -64,8 +65,8 @@ class TensorSync(WeightSync):
         )
 
     def _packed(self, bucket: Bucket) -> list[str]:
-        """Returns a handle for each rank of all servers. Each rank unpickles its own handle,
-        because only one process may open a handle."""
+        """Returns the pickled bucket for each rank of all servers. On GPUs, each rank gets its own
+        handles, because only one process may open a handle."""
         # kept alive until all servers have copied the memory
         lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]
         ranks = sum(layout.tensor for layout in self._layouts)
@@ -80,9 +81,10 @@ class TensorSync(WeightSync):
 
 
 def packed(bucket: Bucket) -> str:
-    """Pickles a bucket for the servers as a list of (name, tensor), and encodes the pickle in
-    base64. Tensors on a GPU or in shared memory (DeviceRooms) become handles. A handle is valid
-    only while its tensor exists. CPU tensors outside shared memory are pickled with their bytes."""
+    """Pickles a bucket as a list of (name, tensor), and encodes the pickle in base64 for the
+    servers. Tensors on a GPU or in shared memory (DeviceRooms) are pickled as handles. A handle is
+    valid only while its tensor exists. CPU tensors outside shared memory are pickled with their
+    bytes."""
     buffer = io.BytesIO()
     pickler: Any
     first = bucket[0][1]
@@ -102,8 +104,9 @@ def packed(bucket: Bucket) -> str:
 
 class _BytesPickler(pickle._Pickler):  # the C version does its own name lookup
     """Pickles the bytes of a storage, with a reference to torch's own function for loading the
-    bytes. In this process, megatron-core 0.19 replaces torch's function with a function of its own.
-    Servers lack megatron-core's function and refuse a pickle that refers to that function."""
+    bytes. In this process, megatron-core 0.19 replaces torch's loading function with its own
+    function. Servers do not have megatron-core's loading function, and refuse a pickle that refers
+    to it."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
@@ -129,8 +132,8 @@ class _HandlePickler(ForkingPickler):
 
 
 class _SharedPickler(ForkingPickler):
-    """Shares the memory of CPU tensors by the name of the memory's file. Only servers of this
-    project can open the memory by this name."""
+    """Shares CPU tensors by the name of the shared-memory file that contains them. Only servers
+    with this project's plug-ins can open the file."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.UntypedStorage) and (name := shared_name(thing)) is not None:
