@@ -229,6 +229,23 @@ def test_the_companions_of_a_request_do_not_matter(pair):
     assert tokens_of(results) == together
 
 
+def test_requests_are_decoded_with_their_own_parameters(pair):
+    """Whatever the order in which requests of two kinds of sampling wait."""
+    engine, _ = pair
+    kinds = [PARAMS, replace(PARAMS, seed=PARAMS.seed + 1), PARAMS, replace(PARAMS, greedy=True)]
+    wanted = requests(prompts=len(kinds), samples=1)
+    alone = {}
+    for request, kind in zip(wanted, kinds, strict=True):
+        alone |= tokens_of(engine.generate([request], kind))
+    assert len(alone) == len(kinds)
+    for request, kind in zip(wanted, kinds, strict=True):
+        engine.submit([request], kind)
+    together = {}
+    while found := engine.collect(0.0):
+        together |= tokens_of(found)
+    assert together == alone
+
+
 def test_max_batch_and_dropping_rows_do_not_matter(pair, monkeypatch):
     engine, _ = pair
     wanted, kept = requests(prompts=8), {}

@@ -96,16 +96,14 @@ class LocalEngine(Engine):
 
         Raises NonFiniteError if the logits are not finite.
         """
-        chunk = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
-        if not chunk:
+        if not self._waiting:
             return []
-        params = chunk[0][1]
-        while chunk[-1][1] != params:  # other sampling parameters need another batch
-            self._waiting.appendleft(chunk.pop())
+        requests, params = [], self._waiting[0][1]
+        # other sampling parameters need another batch
+        while self._waiting and len(requests) < self._max_batch and self._waiting[0][1] == params:
+            requests.append(self._waiting.popleft()[0])
         # equal prompts become neighbours; a batch runs each distinct prompt once
-        requests = sorted(
-            (request for request, _ in chunk), key=lambda r: (len(r.input_ids), r.input_ids)
-        )
+        requests.sort(key=lambda request: (len(request.input_ids), request.input_ids))
         with torch.inference_mode():
             decoded = decode_batch(self._model, requests, params)
         self._check_finite(requests, decoded)
