@@ -1,5 +1,5 @@
-"""Converts trajectories to the records of files such as `rollouts/step_000010.jsonl`. Reads such
-files as `SampledResponse` objects.
+"""Converts trajectories to the records of rollout files, such as `rollouts/step_000010.jsonl`.
+Reads rollout files as `SampledResponse` objects.
 
 docs/runs.md describes the format. Reading a rollout file needs neither torch nor a tokenizer, so
 that the report works without both.
@@ -41,8 +41,9 @@ class Token:
         the method. The weight is NaN if the advantage is 0.
     selected: set that contains the token. "+" stands for L+, the rarest tokens of positive
         advantage that a method selects. "-" stands for L-, the rarest tokens of negative advantage
-        that a method selects. "p" stands for U+ and "m" stands for U-, which contain the common
-        tokens. "." stands for no set. " " marks a token that an environment wrote.
+        that a method selects. "p" stands for U+, the low-surprisal tokens of positive advantage.
+        "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. "
+        " marks a token that an environment wrote.
     rare: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
         "?" means that the run made no forecast. " " marks a token that an environment wrote.
     """
@@ -74,12 +75,12 @@ class SampledResponse:
 
 
 def rollout_file(folder: Path, step: int) -> Path:
-    """Returns the file of a step in a run's `rollouts`."""
+    """Returns the path of a step's rollout file in a run's folder `rollouts`."""
     return folder / f"step_{step:06d}.jsonl"
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Returns the rollout files in a run's `rollouts`, oldest first."""
+    """Returns the rollout files in a run's folder `rollouts`, oldest first."""
     return sorted(
         folder.glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_"))
     )
@@ -191,7 +192,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
-    """Encodes a column with long runs of equal values as pairs [value, count]."""
+    """Run-length encodes a column as pairs [value, count]."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 

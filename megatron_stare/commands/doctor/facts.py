@@ -243,8 +243,8 @@ def look_at_folder(path: Path) -> FolderSeen:
 
 @contextlib.contextmanager
 def marker(path: Path) -> Iterator[Path | None]:
-    """Context manager that creates a temporary file in the folder, for other nodes to find. Yields
-    the file's path, or None if the file cannot be written."""
+    """Context manager that creates a temporary file in the folder, so that other nodes can test
+    whether they see the file. Yields the file's path, or None if the file cannot be written."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         handle, name = tempfile.mkstemp(prefix=".doctor-", dir=there)

@@ -20,7 +20,7 @@ LIMIT_S = 120
 
 
 class NodeProbe:
-    """Worker that runs once per node."""
+    """Worker of the doctor. Each node runs one worker."""
 
     def facts(self, served_by: str | None = None) -> Facts:
         return local_facts(served_by)
