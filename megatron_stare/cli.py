@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code. Code 0 means that the command succeeded. Code 1
     means that the doctor or a bisection found a fault, or that `status` found a run dead or silent.
     Code 2 means a user error. Code 75 means that a run saved its state and ended, because of the
-    signal SIGUSR1 or because the run's time limit was reached. Code 130 means that SIGINT (Ctrl-C)
-    ended the command. Code 143 means that SIGTERM ended the command."""
+    signal SIGUSR1 or the run's time limit. Code 130 means that SIGINT (Ctrl-C) ended the command.
+    Code 143 means that SIGTERM ended the command."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):

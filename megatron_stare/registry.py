@@ -46,8 +46,8 @@ class Extension:
     In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are the
     keyword-only parameters of the function or class that the extension names; see `settings_of`.
 
-    name: a short name, or a path for `resolve`.
-    settings: unchecked settings.
+    `name`: a short name, or a path for `resolve`.
+    `settings`: unchecked settings.
     """
 
     name: str

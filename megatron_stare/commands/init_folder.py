@@ -101,9 +101,9 @@ everything and starts nothing.
 class _Model(NamedTuple):
     """A model for the configuration.
 
-    path: the value of `model.path`.
-    fetch: the command that downloads the model to `path`, or "" for a model in a local folder.
-    chat: true if the model's local folder has a chat template.
+    `path`: the value of `model.path`.
+    `fetch`: the command that downloads the model to `path`, or "" for a model in a local folder.
+    `chat`: true if the model's local folder has a chat template.
     """
 
     path: str

@@ -43,28 +43,28 @@ class Status:
     """Status of a run at one moment. None or "" means that a value is unknown, unless stated
     otherwise.
 
-    state, host, beat_age_s: see liveness.Liveness.
-    pid: process id of the driver on `host`.
-    process: the state of the driver's process when the run's watcher last looked: "running",
+    `state`, `host`, `beat_age_s`: see liveness.Liveness.
+    `pid`: process id of the driver on `host`.
+    `process`: the state of the driver's process when the run's watcher last looked: "running",
         "stopped", ...
-    phase, phase_s: the phase of the driver, and the seconds since the phase began.
-    limit_s: seconds within which the phase must make progress.
-    done, total: the numbers of finished and of wanted responses of the phase.
-    step, steps: finished and planned steps.
-    steps_per_h, tokens_per_s, samples_per_s: mean rates of the newest steps, not counting the time
-        of evaluations and checkpoints. The rates count only tokens and samples that were trained
-        on.
-    left_s: seconds until the last step, estimated from the times of recent steps.
-    planned: predicted and measured values of the run; see docs/planning.md.
-    checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.
-    starts: number of starts and resumes.
-    resumed_after, started: the step from which the latest start continued, and the date of the
+    `phase`, `phase_s`: the phase of the driver, and the seconds since the phase began.
+    `limit_s`: seconds within which the phase must make progress.
+    `done`, `total`: the numbers of finished and of wanted responses of the phase.
+    `step`, `steps`: finished and planned steps.
+    `steps_per_h`, `tokens_per_s`, `samples_per_s`: mean rates of the newest steps, not counting the
+        time of evaluations and checkpoints. The rates count only tokens and samples that were
+        trained on.
+    `left_s`: seconds until the last step, estimated from the times of recent steps.
+    `planned`: predicted and measured values of the run; see docs/planning.md.
+    `checkpoint`, `checkpoint_age_s`: step and age of the newest complete checkpoint.
+    `starts`: number of starts and resumes.
+    `resumed_after`, `started`: the step from which the latest start continued, and the date of the
         latest start.
-    restarts, restart: number of automatic restarts after a process was lost, and reason of the
+    `restarts`, `restart`: number of automatic restarts after a process was lost, and reason of the
         latest restart.
-    alerts: alerts that are active after the newest step.
-    black_box: the folder of the newest black-box bundle, or "" if there is no bundle.
-    again: the command that resumes the run, or "" if the run is running or finished.
+    `alerts`: alerts that are active after the newest step.
+    `black_box`: the folder of the newest black-box bundle, or "" if there is no bundle.
+    `again`: the command that resumes the run, or "" if the run is running or finished.
     """
 
     run: str

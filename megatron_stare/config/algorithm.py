@@ -29,8 +29,8 @@ WHERE = "algorithm.name"
 class AlgorithmConfig:
     """The method and its settings.
 
-    name: a method's short name, or the dotted path of a user's class.
-    method: instance of the method's class. The fields of the instance are the settings.
+    `name`: a method's short name, or the dotted path of a user's class.
+    `method`: instance of the method's class. The fields of the instance are the settings.
     """
 
     name: str

@@ -35,8 +35,8 @@ NAMED = ("algorithm", "data.source", "rollout.engine", "rollout.environment", "r
 class Layer:
     """Settings of one file.
 
-    source: the file's name in error messages.
-    tree: the file's sections.
+    `source`: the file's name in error messages.
+    `tree`: the file's sections.
     """
 
     source: str
@@ -59,7 +59,7 @@ class Layer:
 class Override:
     """One override `key.sub=value` of the command line. `source` is the text of the override.
 
-    value: the value, if a program made the override. If the override comes from the command line,
+    `value`: the value, if a program made the override. If the override comes from the command line,
         the value is read from `source`.
     """
 

@@ -54,14 +54,14 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 class Feature:
     """A setting that can be on or off.
 
-    sets: the values that Megatron's fields get while the setting is on. While the setting is off,
+    `sets`: the values that Megatron's fields get while the setting is on. While the setting is off,
         the fields are false or 0.
-    needs: the requirements of the device, as keys of NEEDS.
-    wants: other settings of the run that must be on.
-    covered: the tests of the setting, in this repository or upstream. `covered` is "" if there are
-        no tests, or if the setting is a trade-off, such as less memory for more time.
-    check: the check of scripts/gpu_check.sh that tests the setting.
-    proven: true if the check's committed result shows that the setting is correct and no slower.
+    `needs`: the requirements of the device, as keys of NEEDS.
+    `wants`: other settings of the run that must be on.
+    `covered`: the tests of the setting, in this repository or upstream. `covered` is "" if there
+        are no tests, or if the setting is a trade-off, such as less memory for more time.
+    `check`: the check of scripts/gpu_check.sh that tests the setting.
+    `proven`: true if the check's committed result shows that the setting is correct and no slower.
     """
 
     name: str

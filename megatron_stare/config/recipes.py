@@ -29,11 +29,12 @@ FOLDER = "recipes"
 class Recipe:
     """A row of the index.
 
-    layers: files of `configs/recipes`, such as methods/stare. Later layers override earlier layers.
-    settings: the recipe's own settings, which override all layers.
-    reproduces: the published run, in words.
-    result: the run's published results, with the marks of their sources.
-    over: name of the recipe that this recipe changes, if any.
+    `layers`: files of `configs/recipes`, such as methods/stare. Later layers override earlier
+        layers.
+    `settings`: the recipe's own settings, which override all layers.
+    `reproduces`: the published run, in words.
+    `result`: the run's published results, with the marks of their sources.
+    `over`: name of the recipe that this recipe changes, if any.
     """
 
     name: str
@@ -54,13 +55,13 @@ class Recipe:
 class Published:
     """A published value of a setting.
 
-    setting: the dotted name of the setting. Entries of a list are selected by their names, as in
+    `setting`: the dotted name of the setting. Entries of a list are selected by their names, as in
         eval.tasks.aime24.samples.
-    source: a mark from the table `sources` of published.yaml, a colon, and the line or place in the
-        source.
-    here: the recipe's value if it differs from the published value.
-    because: the reason why the recipe's value differs from the published value.
-    wanted: the value that the recipe must have.
+    `source`: a mark from the table `sources` of published.yaml, a colon, and the line or place in
+        the source.
+    `here`: the recipe's value if it differs from the published value.
+    `because`: the reason why the recipe's value differs from the published value.
+    `wanted`: the value that the recipe must have.
     """
 
     setting: str

@@ -32,19 +32,19 @@ NOT_TRAINED = " "  # in both columns: a token that an environment wrote
 class Token:
     """One token of a response with its training numbers. Unknown numbers are NaN.
 
-    text: text that the token adds to the response. Special tokens, such as the stop token, also
+    `text`: text that the token adds to the response. Special tokens, such as the stop token, also
         have a text.
-    surprisal, entropy: values in nats, under the policy of the log-prob pass, at the run's
+    `surprisal`, `entropy`: values in nats, under the policy of the log-prob pass, at the run's
         temperature.
-    advantage: advantage of the token's response.
-    weight: factor by which the loss multiplies the advantage. The factor includes all effects of
+    `advantage`: advantage of the token's response.
+    `weight`: factor by which the loss multiplies the advantage. The factor includes all effects of
         the method. The weight is NaN if the advantage is 0.
-    selected: set that contains the token. "+" stands for L+, the rarest tokens of positive
+    `selected`: set that contains the token. "+" stands for L+, the rarest tokens of positive
         advantage that a method selects. "-" stands for L-, the rarest tokens of negative advantage
         that a method selects. "p" stands for U+, the low-surprisal tokens of positive advantage.
         "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. "
         " marks a token that an environment wrote.
-    rare: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
+    `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
         "?" means that the run made no forecast. " " marks a token that an environment wrote.
     """
 
@@ -61,8 +61,8 @@ class Token:
 class SampledResponse:
     """A response of a rollout file.
 
-    tokens: empty if the file has no per-token numbers for the response.
-    record: the line of the file.
+    `tokens`: empty if the file has no per-token numbers for the response.
+    `record`: the line of the file.
     """
 
     step: int

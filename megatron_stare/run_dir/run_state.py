@@ -101,10 +101,10 @@ class RunState:
 class Staged:
     """A checkpoint that is being written.
 
-    final: path of the completed checkpoint.
-    folder: temporary folder that contains the unfinished checkpoint.
-    state: run state as JSON.
-    beside: contents of the driver's additional files, by name.
+    `final`: path of the completed checkpoint.
+    `folder`: temporary folder that contains the unfinished checkpoint.
+    `state`: run state as JSON.
+    `beside`: contents of the driver's additional files, by name.
     """
 
     final: Path

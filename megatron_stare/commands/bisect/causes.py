@@ -40,11 +40,12 @@ CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 class Change:
     """A change that simulates a cause in a re-run.
 
-    name: the name of the change, and of the folder of its re-run.
-    says: a description of the change, for messages.
-    settings: new values for settings of the run, by dotted key. Only the re-run uses these values.
-    method: a function that changes the method after the configuration is checked, or None.
-    harmless: true if the change alters the first step of a correct run only by rounding errors.
+    `name`: the name of the change, and of the folder of its re-run.
+    `says`: a description of the change, for messages.
+    `settings`: new values for settings of the run, by dotted key. Only the re-run uses these
+        values.
+    `method`: a function that changes the method after the configuration is checked, or None.
+    `harmless`: true if the change alters the first step of a correct run only by rounding errors.
     """
 
     name: str
@@ -219,7 +220,8 @@ def _engine(config: Config, kind: type) -> list[Change]:
 class ChangedRun(ResolvedRun):
     """A run whose method differs from the method in the run's configuration.
 
-    changed: the method that the run uses. If `changed` is None, the run uses the configured method.
+    `changed`: the method that the run uses. If `changed` is None, the run uses the configured
+        method.
     """
 
     changed: Method | None = None

@@ -49,8 +49,8 @@ ROUNDING = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 
 class Remade:
     """Repeated steps.
 
-    rows: the metrics of each step. The list is empty if the re-run failed.
-    failed: the reason why the re-run failed, or "" if the re-run succeeded.
+    `rows`: the metrics of each step. The list is empty if the re-run failed.
+    `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
     change: Change | None  # None: nothing was changed
@@ -66,12 +66,12 @@ class Remade:
 class Line:
     """Result of one re-run.
 
-    equal: the number of steps before the first step whose metrics differ from the record.
-    medians: the median of each figure over the steps. A figure without values has the median NaN.
-    moved: distance of each figure from the unchanged steps, in standard errors.
-    missed: distance of each figure from the record, in standard errors.
-    breaks: metrics that a harmless change affects in the first step by more than rounding.
-    failed: the reason why the re-run failed, or "" if the re-run succeeded.
+    `equal`: the number of steps before the first step whose metrics differ from the record.
+    `medians`: the median of each figure over the steps. A figure without values has the median NaN.
+    `moved`: distance of each figure from the unchanged steps, in standard errors.
+    `missed`: distance of each figure from the record, in standard errors.
+    `breaks`: metrics that a harmless change affects in the first step by more than rounding.
+    `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
     name: str
@@ -89,13 +89,14 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    reproduced: true if the repeated unchanged steps equal the record bit for bit. If the run cannot
-        be repeated bit for bit, it is sufficient that the figures agree within the run's noise.
-    cause, change: the names of the cause and of the change that explain the record, or "" if
+    `reproduced`: true if the repeated unchanged steps equal the record bit for bit. If the run
+        cannot be repeated bit for bit, it is sufficient that the figures agree within the run's
+        noise.
+    `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
-    why: the conclusion in a sentence.
-    lines: results of the re-runs; the re-run without a change comes first.
-    record: median of each figure in the record.
+    `why`: the conclusion in a sentence.
+    `lines`: results of the re-runs; the re-run without a change comes first.
+    `record`: median of each figure in the record.
     """
 
     reproduced: bool

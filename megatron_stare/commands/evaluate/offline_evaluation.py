@@ -57,9 +57,9 @@ Shown = Callable[[str], Progress]  # returns the progress callback of a task
 class Checkpoint:
     """The weights to evaluate.
 
-    path: a Hugging Face folder or a distributed checkpoint.
-    distributed: true if `path` is a distributed checkpoint.
-    step: the number of training steps that produced the weights, or 0 if the number is unknown.
+    `path`: a Hugging Face folder or a distributed checkpoint.
+    `distributed`: true if `path` is a distributed checkpoint.
+    `step`: the number of training steps that produced the weights, or 0 if the number is unknown.
     """
 
     path: Path
