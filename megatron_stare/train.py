@@ -6,6 +6,8 @@
     log:     metrics, alerts and samples to every sink          (observability/metrics/monitor.py)
     steps:   due checkpoints and evaluations                    (driver/session.py, driver/parts.py)
     session: a new session after the loss of a worker           (driver/held_run.py)
+
+Each line gives a part of the loop, what the part does, and the modules that implement it.
 """
 
 from __future__ import annotations

@@ -184,8 +184,8 @@ def _model(given: str | None) -> _Model | None:
 
 
 def _sums(columns: Columns | None) -> bool:
-    """Tells whether all problems are sums of three two-digit numbers. The tiny model was made for
-    such sums."""
+    """Tells whether all problems are sums of three two-digit numbers, which the tiny model was made
+    for."""
     return columns is None or all(_SUM.fullmatch(each.prompt) for each in columns.records)
 
 
@@ -255,8 +255,8 @@ def _write(folder: Path, model: _Model | None, data: str | None, columns: Column
 
 
 def _quoted(text: str) -> str:
-    """Returns the text as a quoted YAML string. The text is quoted as in JSON. Non-ASCII characters
-    are not escaped, because YAML and JSON interpret the escapes of characters beyond 16 bits
+    """Returns the text as a YAML string that is quoted as in JSON. Non-ASCII characters are not
+    escaped, because YAML and JSON interpret the escapes of characters beyond 16 bits
     differently."""
     return json.dumps(text, ensure_ascii=False)
 

@@ -45,11 +45,12 @@ class Status:
 
     `state`, `host`, `beat_age_s`: see liveness.Liveness.
     `pid`: process id of the driver on `host`.
-    `process`: the state of the driver's process when the run's watcher last looked: "running",
-        "stopped", ...
+    `process`: the state of the driver's process when the run's watcher last looked, such as
+        "running" or "stopped".
     `phase`, `phase_s`: the phase of the driver, and the seconds since the phase began.
     `limit_s`: seconds within which the phase must make progress.
-    `done`, `total`: the numbers of finished and of wanted responses of the phase.
+    `done`, `total`: the number of responses that the phase has finished, and the number that the
+        phase must finish.
     `step`, `steps`: finished and planned steps.
     `steps_per_h`, `tokens_per_s`, `samples_per_s`: mean rates of the newest steps, not counting the
         time of evaluations and checkpoints. The rates count only tokens and samples that were

@@ -1,8 +1,8 @@
 """Defines the section `algorithm`, which holds a method's name and the settings of this method.
 
-Each field of a method's class is a setting of the method. A user can provide the class. Method
-classes import torch, so reading the section `algorithm` imports torch. Importing this file does not
-import torch.
+Each field of a method's class is a setting of the method. Users can write their own method classes.
+Method classes import torch, so reading the section `algorithm` imports torch. Importing this file
+does not import torch.
 """
 
 from __future__ import annotations

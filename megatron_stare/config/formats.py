@@ -2,9 +2,9 @@
 
 Both files store their format number under the key "format". FORMAT is the current format number. A
 file without a format number has format 1. When a file of an older release is read, its content is
-upgraded one format at a time. Reading does not change the file on disk; only a resumed run writes
-files in the current format. An incompatible change of config.yaml or run_state.json needs one more
-entry in UPGRADES and no other code.
+upgraded one format at a time. Reading does not change the file on disk. Only a resumed run writes
+the upgraded content. An incompatible change of config.yaml or run_state.json needs one more entry
+in UPGRADES and no other code.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _cache_of_the_device(config: Tree) -> Tree:
 
 def _address_that_is_used(config: Tree) -> Tree:
     """Removes sglang.host if the engine has no servers and the value is the former default, which
-    applied up to format 6. The default of sglang.host is now null. The former default would count
-    as a setting of the user, and server settings are invalid if the engine has no servers. If the
-    engine has servers, the run keeps its recorded address."""
+    applied up to format 6. The default of sglang.host is now null. Without this removal, the former
+    default would be rejected as a server setting of an engine without servers. If the engine has
+    servers, the run keeps its recorded address."""
     if _has_servers(config):
         return config
     return _without_server_setting(config, "host", FORMER_HOST)
@@ -149,7 +149,7 @@ def without_former_defaults(config: Tree) -> Tree:
 @dataclass(frozen=True)
 class Upgrade:
     """Functions that convert files of one format to the next. Each function takes the content of a
-    whole file and may modify the content."""
+    whole file and can modify the content in place."""
 
     config: Callable[[Tree], Tree] = _same
     run_state: Callable[[Tree], Tree] = _same

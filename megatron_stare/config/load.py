@@ -98,7 +98,7 @@ def load_recorded(path: str | Path) -> Config:
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Returns a list with one message that names the former section names in a configuration.
+    """Returns a list with one message that lists the former section names in a configuration.
     Returns [] if the configuration uses no former section names.
 
     Raises:
@@ -249,7 +249,7 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
 
     Several layers can set parts of the same section. If the fault concerns a whole section, returns
     the source of the highest layer that causes the error. A layer causes the error if merging only
-    the layers beneath this layer does not give the error. If no layer sets the faulty setting,
+    the layers beneath this layer does not produce the error. If no layer sets the faulty setting,
     returns the source of the highest layer that is not an override.
     """
     loc = [str(part) for part in wrong["loc"]]

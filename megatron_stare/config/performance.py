@@ -260,9 +260,9 @@ def connections(config: Config) -> int | None:
     """Returns the number of hardware queues that a trainer rank gets from CUDA, or None if CUDA
     chooses the number.
 
-    Ranks that exchange activations inside a layer get one queue. In one queue, a transfer starts
-    before every matrix product that was launched after the transfer. Megatron's own launcher
-    requires one queue for such ranks.
+    Ranks that exchange activations inside a layer get one queue. With one queue, a transfer starts
+    before all matrix products that are launched later. Megatron's own launcher requires one queue
+    for ranks that exchange activations inside a layer.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections

@@ -62,8 +62,8 @@ def _forced(config: Config, name: str) -> str | None:
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError if the configuration sets a variable that only the run itself may set, or
-    sets variables that conflict."""
+    """Raises ConfigError if the configuration sets a variable that the run sets itself, or sets
+    variables that conflict."""
     given, of_servers = config.runtime.env, config.sglang.environment
     for name, why in OWNED.items():
         if name in given:

@@ -362,7 +362,7 @@ class AgreementConfig(Section):
 
 
 class RewardConfig(Section):
-    """Verification of answers, in worker processes."""
+    """Settings of the worker processes that verify answers."""
 
     verifier: Extension = Field(
         Extension("math"),

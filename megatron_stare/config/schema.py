@@ -356,8 +356,9 @@ class Config(Section):
 
     @property
     def expected_lengths(self) -> tuple[float, float]:
-        """Expected mean numbers of tokens in a prompt and in a response. The section `plan` may set
-        these numbers; otherwise they follow from the token limits of the section `rollout`."""
+        """Expected mean numbers of tokens in a prompt and in a response. The section `plan` can set
+        these numbers. Without such a setting, the numbers follow from the token limits in the
+        section `rollout`."""
         rollout, plan = self.rollout, self.plan
         return (
             plan.prompt_tokens or rollout.max_prompt_tokens / 4,

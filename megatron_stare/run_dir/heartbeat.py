@@ -129,8 +129,8 @@ def read_beat(file: Path) -> Beat | None:
 
 
 def read_heartbeat(run_dir: Path) -> Beat | None:
-    """Reads the driver's beat from a run directory. The watcher updates this file every few seconds
-    while the run is alive."""
+    """Reads the driver's beat from a run directory. The watcher updates heartbeat.json every few
+    seconds while the run is alive."""
     return read_beat(run_dir / HEARTBEAT_FILE)
 
 

@@ -1,4 +1,4 @@
-"""Lists possible causes why a run's recorded metrics do not match the run's configuration. Defines
+"""Defines causes that can make a run's recorded metrics contradict the run's configuration, and
 changes that simulate these causes.
 
 A change can replace a method's gate, its random draws or its importance correction. The change is

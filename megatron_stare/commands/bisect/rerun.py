@@ -49,8 +49,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a run directory that continues from another run's checkpoint. The new run directory
-    contains hard links to the checkpoint's files, because no process changes these files.
+    """Makes a run directory that continues from another run's checkpoint. Hard-links the
+    checkpoint's files instead of copying them, because no process changes these files.
 
     Args:
         settings: settings by dotted key, which replace the run's settings. The value None means the

@@ -30,7 +30,7 @@ def run(
     """Trains as `megatron-stare train` does, with the same checks, and returns the run directory.
 
     `run` can be called from any thread, even if an event loop is running in the thread, as in a
-    notebook. In the main thread, the first Ctrl-C or the first interrupt by a notebook saves the
+    notebook. In the main thread, the first Ctrl-C or the first interrupt from a notebook saves the
     last complete step and raises KeyboardInterrupt. A second interrupt ends the process.
 
     Args:
