@@ -28,11 +28,11 @@ from megatron_stare.process.signs_of_life import say, say_loading
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code. Code 0 means that the command is done. Code 1
+    """Runs one command and returns the exit code. Code 0 means that the command succeeded. Code 1
     means that the doctor or a bisection found a fault, or that `status` found a run dead or silent.
-    Code 2 means a user error. Code 75 means that a run saved its state and ended, because SIGUSR1
-    requested the end or because the run's time was over. Code 130 means that SIGINT (Ctrl-C) ended
-    the command. Code 143 means that SIGTERM ended the command."""
+    Code 2 means a user error. Code 75 means that a run saved its state and ended, because of the
+    signal SIGUSR1 or the run's time limit. Code 130 means that SIGINT (Ctrl-C) ended the command.
+    Code 143 means that SIGTERM ended the command."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
-    """Returns a fix to append to the error message if a setting was given like an option, with
-    leading dashes. Otherwise returns ""."""
+    """Returns a hint to append to the error message if the user wrote a setting with leading
+    dashes, like an option. Otherwise returns ""."""
     for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
         key, eq, value = word.lstrip("-").partition("=")
         key = names_now(key) or key

@@ -47,7 +47,7 @@ class UnusableCheckpointError(DataError):
     """Raised if a checkpoint is unusable but the run has an earlier checkpoint that is usable."""
 
     def __init__(self, error: DataError, run_dir: Path, older: int) -> None:
-        """Adds the earlier checkpoint to the message.
+        """Names the step of the earlier checkpoint in the error message.
 
         Args:
             older: step of the earlier checkpoint.
@@ -64,7 +64,7 @@ class UnusableCheckpointError(DataError):
 
 
 class WeightVersionError(UserError):
-    """Raised if weights of an unexpected version sampled a token."""
+    """Raised if a token was sampled with weights of an unexpected version."""
 
 
 class RewardFailureError(UserError):
@@ -77,7 +77,7 @@ class NonFiniteError(UserError):
 
 
 class GuardError(UserError):
-    """Raised if a metric of a step is out of the run's bounds."""
+    """Raised if a guard stops the run because a metric of a step is out of bounds."""
 
 
 class RollBack(Exception):
@@ -124,8 +124,8 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Describes an error of pydantic about a value in words. Keeps pydantic's message if the kind
-    of error is unknown."""
+    """Returns a readable message for an error that pydantic reports about a value. Keeps pydantic's
+    own message if the kind of error is unknown."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

@@ -40,13 +40,14 @@ MOVED = {
 
 @dataclass(frozen=True)
 class Extension:
-    """An extension, either built in or a user's own, with its name and settings.
+    """Name and settings of an extension, which either ships with the package or belongs to the
+    user.
 
     In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are the
     keyword-only parameters of the function or class that the extension names; see `settings_of`.
 
-    name: a short name, or a path for `resolve`.
-    settings: unchecked settings.
+    `name`: a short name, or a path for `resolve`.
+    `settings`: unchecked settings.
     """
 
     name: str
@@ -70,8 +71,8 @@ class Extension:
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Returns a YAML value that `read` turns back into this extension. The value is the name
-        alone if the extension has no settings, else a mapping."""
+        """Returns a YAML value that `read` turns back into this extension. The value is only the
+        name if the extension has no settings, and a mapping otherwise."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:

@@ -1,11 +1,13 @@
 """Runs the training loop. Other modules implement the calls of the loop.
 
-next:     rollouts -> rewards -> group advantages             (driver/training_source.py)
-step:     log-probs -> statistics, gate, weights -> backward  (driver/policy_trainer.py)
-publish:  weight sync and its verification                    (driver/training_source.py)
-log:      metrics, alerts and samples to every sink           (observability/metrics/monitor.py)
-steps:    due checkpoints and evaluations                     (driver/session.py, driver/parts.py)
-session:  a new session after the loss of a worker            (driver/held_run.py)
+    next:    rollouts -> rewards -> group advantages            (driver/training_source.py)
+    step:    log-probs -> statistics, gate, weights -> backward (driver/policy_trainer.py)
+    publish: weight sync and its verification                   (driver/training_source.py)
+    log:     metrics, alerts and samples to every sink          (observability/metrics/monitor.py)
+    steps:   due checkpoints and evaluations                    (driver/session.py, driver/parts.py)
+    session: a new session after the loss of a worker           (driver/held_run.py)
+
+Each line gives a part of the loop, what the part does, and the modules that implement it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def _session(inputs: Inputs, held: HeldRun, dump_step: int | None, limit: TimeLi
 
 
 def make_steps(run: Session) -> None:
-    """Makes all remaining steps of an open session."""
+    """Runs all remaining training steps of an open session."""
     run.rollouts.publish(run.trainer.weights(), run.state.step)
     for step in run.steps():
         batch = run.rollouts.next(step)

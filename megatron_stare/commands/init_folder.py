@@ -1,5 +1,5 @@
-"""`megatron-stare init` writes a folder in which a run can start at once. The run trains on sums of
-three numbers, or on the user's own file."""
+"""Writes a folder from which a run can start immediately (`megatron-stare init`). The run trains on
+sums of three numbers, or on the user's own file."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ everything and starts nothing.
 class _Model(NamedTuple):
     """A model for the configuration.
 
-    path: the value of `model.path`.
-    fetch: the command that downloads the model to `path`, or "" for a model in a local folder.
-    chat: true if the model's local folder has a chat template.
+    `path`: the value of `model.path`.
+    `fetch`: the command that downloads the model to `path`, or "" for a model in a local folder.
+    `chat`: true if the model's local folder has a chat template.
     """
 
     path: str
@@ -184,8 +184,8 @@ def _model(given: str | None) -> _Model | None:
 
 
 def _sums(columns: Columns | None) -> bool:
-    """Tells whether all problems are sums of three two-digit numbers. The tiny model was made for
-    such sums."""
+    """Tells whether all problems are sums of three two-digit numbers, which the tiny model was made
+    for."""
     return columns is None or all(_SUM.fullmatch(each.prompt) for each in columns.records)
 
 
@@ -255,8 +255,8 @@ def _write(folder: Path, model: _Model | None, data: str | None, columns: Column
 
 
 def _quoted(text: str) -> str:
-    """Returns the text as a quoted YAML string. The text is quoted as in JSON. Characters beyond
-    ASCII stay unescaped, because YAML reads JSON's escapes of characters beyond 16 bits
+    """Returns the text as a YAML string that is quoted as in JSON. Non-ASCII characters are not
+    escaped, because YAML and JSON interpret the escapes of characters beyond 16 bits
     differently."""
     return json.dumps(text, ensure_ascii=False)
 
@@ -266,8 +266,8 @@ def _absolute(data: str) -> str:
 
 
 def _copy_tiny(target: Path, chat: bool) -> None:
-    """Copies the tiny model. With `chat`, also writes a chat template that joins the messages of a
-    prompt."""
+    """Copies the tiny model. If `chat` is true, also writes a chat template that joins the messages
+    of a prompt."""
     shutil.copytree(TINY, target)
     if chat:
         (target / "chat_template.jinja").write_text(
@@ -286,7 +286,8 @@ def _write_sums(folder: Path) -> None:
 
 
 def _told(data: str, columns: Columns, model: _Model | None) -> list[str]:
-    """Returns lines that tell which rows the command read and which settings the command chose."""
+    """Returns messages about the rows that the command read and the settings that the command
+    chose."""
     first = columns.records[0]
     turns = f"{len(first.messages)} messages" if first.messages else "text"
     verifier = _verifier(columns, model is None)

@@ -80,7 +80,7 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _held(recipe: Recipe) -> dict[str, Any]:
-    """Returns the recipe with every published setting, for JSON."""
+    """Returns the recipe and all its published settings as a dict for JSON."""
     config = load_config(f"{FOLDER}/{recipe.name}", before_method=say_loading)
     tree = config.model_dump(mode="json")
     rows = [

@@ -1,8 +1,8 @@
-"""Reads the status of a run from the run's files. The status has progress, rates, alerts, and the
-command that resumes the run.
+"""Reads the status of a run from the run's files. The status contains the run's progress, rates and
+alerts, and the command that resumes the run.
 
-Used by `megatron-stare status`, also for runs on other machines. Changes no files. Reads running,
-killed, resumed and finished runs. Does not import torch.
+`megatron-stare status` uses this module, also for runs on other machines. Changes no files.
+Supports running, killed, resumed and finished runs. Does not import torch.
 """
 
 from __future__ import annotations
@@ -40,29 +40,32 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment. A value of None or "" is unknown, unless stated otherwise.
+    """Status of a run at one moment. None or "" means that a value is unknown, unless stated
+    otherwise.
 
-    state, host, beat_age_s: see liveness.Liveness.
-    pid: process id of the driver on `host`.
-    process: the state of the driver's process when the run's watcher last looked: "running",
-        "stopped", ...
-    phase, phase_s: the phase of the driver, and the seconds since the phase began.
-    limit_s: seconds within which the phase must make progress.
-    done, total: the numbers of finished and of wanted responses of the phase.
-    step, steps: finished and planned steps.
-    steps_per_h, tokens_per_s, samples_per_s: mean rates of the newest steps, without evaluations
-        and checkpoints. The rates count only tokens and samples that were trained on.
-    left_s: seconds until the last step, estimated from the times of recent steps.
-    planned: predicted and measured values of the run; see docs/planning.md.
-    checkpoint, checkpoint_age_s: step and age of the newest complete checkpoint.
-    starts: number of starts and resumes.
-    resumed_after, started: the step from which the last start continued, and the date of the last
-        start.
-    restarts, restart: number of automatic restarts after a process was lost, and reason of the last
-        restart.
-    alerts: alerts that are active after the newest step.
-    black_box: the folder of the newest black-box bundle, or "" if there is no bundle.
-    again: the command that resumes the run, or "" if the run is running or finished.
+    `state`, `host`, `beat_age_s`: see liveness.Liveness.
+    `pid`: process id of the driver on `host`.
+    `process`: the state of the driver's process when the run's watcher last looked, such as
+        "running" or "stopped".
+    `phase`, `phase_s`: the phase of the driver, and the seconds since the phase began.
+    `limit_s`: seconds within which the phase must make progress.
+    `done`, `total`: the number of responses that the phase has finished, and the number that the
+        phase must finish.
+    `step`, `steps`: finished and planned steps.
+    `steps_per_h`, `tokens_per_s`, `samples_per_s`: mean rates of the newest steps, not counting the
+        time of evaluations and checkpoints. The rates count only tokens and samples that were
+        trained on.
+    `left_s`: seconds until the last step, estimated from the times of recent steps.
+    `planned`: predicted and measured values of the run; see docs/planning.md.
+    `checkpoint`, `checkpoint_age_s`: step and age of the newest complete checkpoint.
+    `starts`: number of starts and resumes.
+    `resumed_after`, `started`: the step from which the latest start continued, and the date of the
+        latest start.
+    `restarts`, `restart`: number of automatic restarts after a process was lost, and reason of the
+        latest restart.
+    `alerts`: alerts that are active after the newest step.
+    `black_box`: the folder of the newest black-box bundle, or "" if there is no bundle.
+    `again`: the command that resumes the run, or "" if the run is running or finished.
     """
 
     run: str

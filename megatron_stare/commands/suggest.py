@@ -1,4 +1,5 @@
-"""`megatron-stare suggest` suggests STARE's target and weights from the first steps of a run."""
+"""Suggests STARE's entropy target and token weights from the first steps of a run (`megatron-stare
+suggest`)."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def run_suggest(args: argparse.Namespace) -> None:
 
 
 def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
-    """Reads the facts of the steps.
+    """Computes the facts about a run's steps that the suggestion needs.
 
     In a run of STARE, L+ and L- are the sets of tokens that STARE selected. In a run of another
     method, L+ and L- are the tokens above their critical surprisal.
@@ -100,8 +101,8 @@ def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def _gain(rows: Sequence[Mapping[str, float]], side: str) -> float:
-    """Returns G+ for the side "plus", and G- for the side "minus", in nats per unit step. G+ and G-
-    are means over the steps."""
+    """Returns the mean of G+ over the steps if `side` is "plus", and the mean of G- if `side` is
+    "minus", in nats per unit step. See planning/suggestion.py for G+ and G-."""
     selected = [
         -row[f"forecast/a_phi_{side}"] / row[TOKENS]
         for row in rows

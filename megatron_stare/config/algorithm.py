@@ -1,7 +1,8 @@
-"""The `algorithm` section is a union of the methods' settings, discriminated by `name`.
+"""Defines the section `algorithm`, which holds a method's name and the settings of this method.
 
-A method's settings are the fields of its class, which may be a user's class. Method classes import
-torch, so reading the section `algorithm` imports torch. Importing this file does not import torch.
+Each field of a method's class is a setting of the method. Users can write their own method classes.
+Method classes import torch, so reading the section `algorithm` imports torch. Importing this file
+does not import torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ WHERE = "algorithm.name"
 class AlgorithmConfig:
     """The method and its settings.
 
-    name: a method's short name, or the dotted path of a user's class.
-    method: instance of the method's class. The fields of the instance are the settings.
+    `name`: a method's short name, or the dotted path of a user's class.
+    `method`: instance of the method's class. The fields of the instance are the settings.
     """
 
     name: str
@@ -42,8 +43,7 @@ class AlgorithmConfig:
         return self.method.supervised
 
     def settings(self) -> dict[str, Any]:
-        """Returns the section `algorithm` as a mapping of the method's name and all settings of the
-        method."""
+        """Returns the section `algorithm` as a dict of the method's name and all its settings."""
         return {"name": self.name, **dataclasses.asdict(self.method)}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,8 +89,8 @@ class AlgorithmConfig:
 
 
 def _unpickled(settings: dict[str, Any]) -> AlgorithmConfig:
-    """Rebuilds the section in the process that unpickles the section. Raises ConfigError if this
-    process cannot import the method."""
+    """Rebuilds a pickled section `algorithm`. Raises ConfigError if the current process cannot
+    import the method."""
     _method_named(settings["name"])
     return AlgorithmConfig.read(settings)
 
@@ -113,8 +113,8 @@ def _method_named(name: Any) -> type[Method]:
 def _refuse_unknown(
     settings_class: type, settings: Mapping[Any, Any], loc: tuple[str, ...] = ()
 ) -> None:
-    """Raises ValidationError for a key that is not a field of the dataclass, or of a dataclass
-    nested in it."""
+    """Raises ValidationError if `settings` has a key that is not a field of `settings_class`.
+    Checks the keys of nested dataclasses in the same way."""
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
     for key, value in settings.items():
         if key not in known:
@@ -127,8 +127,8 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """Returns a list with the one dataclass that a field may hold. Returns [] if the field may hold
-    no dataclass or several dataclasses."""
+    """Returns a list of one dataclass if the type of the field `key` allows exactly one dataclass.
+    Returns [] if the type allows no dataclass or several dataclasses."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:

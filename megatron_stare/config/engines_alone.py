@@ -17,8 +17,8 @@ OF_SERVERS = ("sglang",)
 
 def engines_alone(config: Config, folder: str | None = None) -> Config:
     """Returns a configuration without colocation and without routing replay, since both need a
-    trainer. Servers that were to share GPUs with the trainer get their weights from disk, because
-    `tensor` reaches only servers on the sender's own GPU.
+    trainer. If `config` colocates servers and syncs weights by `tensor`, the returned configuration
+    syncs weights by `disk`, because `tensor` reaches only servers on the sender's own GPU.
 
     Args:
         folder: Hugging Face folder that replaces model.path, so that tokenizer and stop tokens

@@ -1,5 +1,5 @@
-"""The section `faults` configures the handling of failed requests, engines and runs, of abnormal
-metrics, and of hangs."""
+"""Defines the section `faults`, which sets how a run reacts to lost requests, lost engines, lost
+processes, abnormal metrics and hangs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SLOW = 5.0  # a phase may always take this multiple of its median time, even abo
 
 
 class RequestFaults(Section):
-    """Timeouts of responses, rollouts and collectives, and retries of lost requests. The timeouts
-    must be consistent with each other and with `runtime.timeout_s`, the timeout of a remote
-    call."""
+    """Sets timeouts for responses, rollouts and collectives, and sets how lost requests are
+    retried. The timeouts must be consistent with each other and with `runtime.timeout_s`, the
+    timeout of a remote call."""
 
     request_s: float | None = Field(
         None,
@@ -71,8 +71,9 @@ class RequestFaults(Section):
         return min(COLLECTIVE_S, remote_call_s) if self.collective_s is None else self.collective_s
 
     def check(self, remote_call_s: float) -> None:
-        """Raises ValueError if the timeout of an operation exceeds the timeout of the operation
-        that contains it. `remote_call_s` is runtime.timeout_s."""
+        """Raises ValueError if the timeout of a collective exceeds the timeout of a remote call.
+        Raises ValueError if all attempts of a request together can exceed the timeout of a rollout.
+        `remote_call_s` is runtime.timeout_s."""
         if self.collective_limit(remote_call_s) > remote_call_s:
             raise ValueError(
                 f"faults.requests.collective_s {self.collective_s:g} exceeds runtime.timeout_s"
@@ -90,7 +91,7 @@ class RequestFaults(Section):
 
 class EngineFaults(Section):
     """Rules for restarting a lost engine while other engines still run; see docs/fleet.md. A
-    restarted engine gets requests after its first verified weight sync."""
+    restarted engine gets no requests before its first verified weight sync."""
 
     most: int = Field(
         3,
@@ -165,9 +166,10 @@ class RunFaults(Section):
 
 
 class SpikeGuard(Section):
-    """Rule that decides when a metric counts as a spike. One spread is 1.4826 times the median
-    absolute deviation of the metric over the preceding steps. For normally distributed values, one
-    spread is the standard deviation."""
+    """Rule that decides whether a metric's value in a step is a spike. The value's distance from
+    the median is measured in spreads. One spread is 1.4826 times the median absolute deviation of
+    the metric over the preceding steps. For normally distributed values, a spread equals the
+    standard deviation."""
 
     action: Action = Field(
         "alert",
@@ -182,7 +184,7 @@ class SpikeGuard(Section):
 
 
 class EntropyGuard(Section):
-    """A band that the mean entropy of a step must stay in."""
+    """Lower and upper bound for the mean entropy of a step."""
 
     action: Action = Field("alert", description="same choices as for a spike")
     low: float | None = Field(None, ge=0, description="least allowed entropy, nats; null: any")
@@ -196,8 +198,8 @@ class EntropyGuard(Section):
 
 
 class GuardsConfig(Section):
-    """Guards against non-finite loss or gradients, spikes, and entropy out of bounds; see
-    docs/guards.md."""
+    """Guards against a non-finite loss or gradient, against spikes of metrics, and against an
+    entropy out of bounds; see docs/guards.md."""
 
     not_finite: int = Field(
         3,
@@ -249,7 +251,8 @@ class GuardsConfig(Section):
 
 
 class HangsConfig(Section):
-    """Detection of hanging phases, and the reaction to them; see docs/black_box.md."""
+    """Settings for the detection of phases that hang, and for the reaction to a hang; see
+    docs/black_box.md."""
 
     enabled: bool = Field(
         True,
@@ -286,7 +289,7 @@ class HangsConfig(Section):
     )
 
     def limit_s(self, recent: Sequence[float]) -> float:
-        """Returns the seconds that a phase may take without progress.
+        """Returns the number of seconds after which a phase without progress counts as hanging.
 
         Args:
             recent: durations of the latest phases of the same name, seconds.

@@ -1,9 +1,10 @@
-"""Format versions of a run's config.yaml and of the run_state.json in its checkpoints.
+"""Upgrades older formats of a run's config.yaml, and of the run_state.json in each checkpoint.
 
-Both files contain the number FORMAT under "format". A file without a number has format 1. When a
-file of an older release is read, it is upgraded one format at a time. Only a resumed run writes the
-upgraded files. An incompatible change of config.yaml or run_state.json needs one more entry in
-UPGRADES and no other code.
+Both files store their format number under the key "format". FORMAT is the current format number. A
+file without a format number has format 1. When a file of an older release is read, its content is
+upgraded one format at a time. Reading does not change the file on disk. Only a resumed run writes
+the upgraded content. An incompatible change of config.yaml or run_state.json needs one more entry
+in UPGRADES and no other code.
 """
 
 from __future__ import annotations
@@ -61,16 +62,17 @@ def _servers_that_are_used(config: Tree) -> Tree:
 
 
 def _cache_of_the_device(config: Tree) -> Tree:
-    """Removes cache_tokens if its value is the default of format 2, which was meant for CPU
-    servers. The default of cache_tokens is now null. On a CPU, null means the same size as the
-    former default."""
+    """Removes cache_tokens if its value is the default of format 2. The default of format 2 was
+    meant for CPU servers. The default of cache_tokens is now null, which on a CPU means the same
+    size as the default of format 2."""
     return _without_server_setting(config, "cache_tokens", FORMER_CACHE_TOKENS)
 
 
 def _address_that_is_used(config: Tree) -> Tree:
-    """Removes sglang.host if its value is the default up to format 6 and the engine has no servers.
-    The default of sglang.host is now null, so the recorded default would count as a setting that
-    nobody reads. A run with servers keeps the address that it had."""
+    """Removes sglang.host if the engine has no servers and the value is the former default, which
+    applied up to format 6. The default of sglang.host is now null. Without this removal, the former
+    default would be rejected as a server setting of an engine without servers. If the engine has
+    servers, the run keeps its recorded address."""
     if _has_servers(config):
         return config
     return _without_server_setting(config, "host", FORMER_HOST)
@@ -89,8 +91,9 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 
 def with_new_names(config: Tree) -> Tree:
-    """Moves every section of RENAMED to its new name, and the settings of `services` to their
-    sinks. Adds a new section only if the configuration has the former section."""
+    """Renames the sections in RENAMED, and moves each setting of the former section `services` to
+    the sink that now has the setting. Adds a new section only if the configuration has the former
+    section."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -107,8 +110,8 @@ def with_new_names(config: Tree) -> Tree:
 
 
 def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
-    """Returns the entry of a sink. From the former section `services`, the entry takes the settings
-    of this sink whose values differ from the defaults."""
+    """Returns the entry of a sink in observability.sinks. The entry contains the settings in
+    `services` that belong to this sink and differ from their defaults."""
     settings = {
         setting: services[former]
         for former, (sink, setting, default) in SERVICES.items()
@@ -118,7 +121,7 @@ def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
 
 
 def names_now(former: str) -> str:
-    """Returns the current name of a former setting, or "" if the name is not a former name."""
+    """Returns the current name of a former setting, or "" if `former` is not a former name."""
     section, _, setting = former.partition(".")
     if section in RENAMED:
         return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]
@@ -129,7 +132,7 @@ def names_now(former: str) -> str:
 
 
 def names_met(config: Mapping[str, Any]) -> list[str]:
-    """Returns a text for every renamed section in a configuration, such as "limits is
+    """Returns one message for each former section name in a configuration, such as "limits is
     faults.requests now"."""
     met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
     return met + (
@@ -138,24 +141,23 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 
 def without_former_defaults(config: Tree) -> Tree:
-    """Removes former defaults of server settings if the engine has no servers. A user's file may
-    contain the defaults, because the file may be a copy of an old run's config.yaml without the
-    format number."""
+    """Removes former defaults of server settings if the engine has no servers. If a user copies an
+    old run's config.yaml and deletes the format number, the copy contains former defaults."""
     return config if _has_servers(config) else _address_that_is_used(_cache_of_the_device(config))
 
 
 @dataclass(frozen=True)
 class Upgrade:
     """Functions that convert files of one format to the next. Each function takes the content of a
-    whole file and may modify the content."""
+    whole file and can modify the content in place."""
 
     config: Callable[[Tree], Tree] = _same
     run_state: Callable[[Tree], Tree] = _same
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """Adds empty digests of prompt inputs. Format 3 recorded no tokenizer, no chat template and no
-    checksums of checkpoints."""
+    """Adds an empty dict of prompt inputs' digests, because format 3 recorded no digests of the
+    tokenizer and the chat template. Format 3 also recorded no checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 
@@ -186,8 +188,8 @@ def run_state_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
 def _up_to_date(
     tree: Mapping[str, Any], where: str | Path, steps: list[Callable[[Tree], Tree]]
 ) -> Tree:
-    """Applies the upgrade steps from the file's format on. Raises DataError if a newer release
-    wrote the file, or if the number of its format is not valid."""
+    """Applies the upgrade steps that lead from the file's format to the current format. Raises
+    DataError if a newer release wrote the file, or if the file's format number is invalid."""
     tree = dict(tree)
     found = tree.pop(KEY, 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:

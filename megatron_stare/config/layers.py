@@ -3,8 +3,8 @@ the lowest layers. The configuration file itself is the next layer, and the over
 line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-As an exception, a layer that names another method or extension discards the settings of the
-previous method or extension.
+There is one exception. If a layer names another method or extension than the layers beneath, the
+settings of the method or extension beneath are discarded.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NAMED = ("algorithm", "data.source", "rollout.engine", "rollout.environment", "r
 class Layer:
     """Settings of one file.
 
-    source: the file's name in error messages.
-    tree: the file's sections.
+    `source`: the file's name in error messages.
+    `tree`: the file's sections.
     """
 
     source: str
@@ -59,7 +59,8 @@ class Layer:
 class Override:
     """One override `key.sub=value` of the command line. `source` is the text of the override.
 
-    value: the value, if a program gave the override. Otherwise, the value is read from `source`.
+    `value`: the value, if a program made the override. If the override comes from the command line,
+        the value is read from `source`.
     """
 
     source: str
@@ -80,8 +81,9 @@ class Override:
 def read_layers(path: str | Path) -> list[Layer]:
     """Returns the layers of a file, lowest first and the file itself last.
 
-    A layer that is named twice keeps its first position. A base file that two layers share is
-    therefore applied once, and does not undo the changes that the first of these layers makes.
+    If a layer is named twice, only its first position counts. For example, a base file that two
+    layers name is applied only once, beneath both layers. The base file therefore cannot undo the
+    changes that one of the two layers makes.
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, or includes itself. The message
@@ -141,8 +143,8 @@ def _collect_beneath(
     above: tuple[Path, ...],
     found: dict[Path, Layer],
 ) -> None:
-    """Removes `defaults` from the sections of `path`, and adds the layers that `defaults` names to
-    `found`."""
+    """Removes the key `defaults` from the sections of `path`. Adds to `found` the layers that
+    `defaults` names."""
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -162,7 +164,7 @@ def _collect_beneath(
 
 
 def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
-    """Adds the layers of a recipe to `found`, with the recipe's own settings on top."""
+    """Adds the layers of a recipe to `found`. The recipe's own settings are the highest layer."""
     recipe, path = recipes()[name], Path(FOLDER) / name
     if path in found:
         return
@@ -175,8 +177,8 @@ def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> No
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML loader that refuses a name that stands twice in one mapping. PyYAML would drop the first
-    one with all settings beneath it."""
+    """YAML loader that raises an error if a mapping contains a key twice. PyYAML itself would
+    silently drop the first of the two keys with all settings beneath that key."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -191,8 +193,8 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
-    """Reads a YAML mapping. Raises ConfigError if the file contains no mapping, or a name twice in
-    one section.
+    """Reads a YAML mapping. Raises ConfigError if the file cannot be read, is not a YAML mapping,
+    or contains a key twice in one section.
 
     Args:
         where: the name of the file in error messages. None means the file's path.
@@ -245,15 +247,15 @@ def _parent(tree: dict[str, Any], setting: str) -> dict[str, Any]:
 
 
 def _spell_out(tree: dict[str, Any], setting: str) -> None:
-    """Replaces the short form of a setting, which is only a name, by {name: ...}."""
+    """Replaces a setting's short form, which is a bare name, by the mapping {name: ...}."""
     section, key = _parent(tree, setting), setting.rpartition(".")[2]
     if isinstance(name := section.get(key), str):
         section[key] = {"name": name}
 
 
 def _name_of(tree: dict[str, Any], setting: str) -> Any:
-    """Returns the name of the method or extension in a setting, or None if the setting is not
-    set."""
+    """Returns the name of the method or extension that a setting selects, or None if the setting is
+    absent."""
     section = _parent(tree, setting).get(setting.rpartition(".")[2])
     return section.get("name") if isinstance(section, dict) else section
 

@@ -1,5 +1,5 @@
-"""Loads a Config from a YAML file and dotted overrides, and checks the Config. Raises one error for
-the first fault."""
+"""Loads a Config from a YAML file and dotted overrides, and checks the Config. If the Config has
+several faults, the error describes only one of them."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def load_config(
 
 
 def load_section(path: str | Path, name: str) -> Any:
-    """Returns one section of a file and of the layers beneath the file. The other sections are not
-    checked.
+    """Returns one section of a configuration, merged from a file and the layers beneath the file.
+    The other sections are not checked.
 
     Raises:
         ConfigError: a file is missing or is not valid YAML, or a value of the section is wrong.
@@ -89,7 +89,7 @@ def load_section(path: str | Path, name: str) -> Any:
 
 
 def load_recorded(path: str | Path) -> Config:
-    """Reads the config.yaml of a run, in any format up to the current format.
+    """Reads a run's config.yaml in the current format or in an earlier format.
 
     Raises:
         UserError: as in load_config, or a newer release wrote the file.
@@ -98,8 +98,8 @@ def load_recorded(path: str | Path) -> Config:
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Returns a list with one line of text, which names the renamed sections in a configuration.
-    Returns [] if the configuration has no renamed sections.
+    """Returns a list with one message that lists the former section names in a configuration.
+    Returns [] if the configuration uses no former section names.
 
     Raises:
         ConfigError: the file is missing or is not YAML.
@@ -109,8 +109,8 @@ def former_names(path: str | Path) -> list[str]:
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:
-    """Validates a tree of sections. Raises ConfigError for the first fault. The error gives
-    `source` as the place of the fault."""
+    """Validates a tree of sections. Raises ConfigError for one fault, with `source` as the place of
+    the fault."""
     return _validated([Layer(source, tree)])
 
 
@@ -216,9 +216,9 @@ _ELSEWHERE = {
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Returns the dotted settings that a user may mean by `name`. If `name` is a setting of another
-    trainer, returns the corresponding setting. Otherwise returns the settings called `name` in all
-    sections."""
+    """Returns the dotted names of the settings that a user may have meant by `name`. If `name` is a
+    setting of another training library, returns the corresponding setting of this project.
+    Otherwise returns the settings called `name` in all sections."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
     return _having(name, Config)
@@ -237,7 +237,7 @@ def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
 
 
 def _dotted(name: str, value: Any) -> list[str]:
-    """Returns the dotted names of all settings in a value, or only `name` if the value is not a
+    """Returns the dotted names of all settings inside a section, or [name] if `value` is not a
     section."""
     if not isinstance(value, Mapping) or not value:
         return [name]
@@ -245,12 +245,12 @@ def _dotted(name: str, value: Any) -> list[str]:
 
 
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
-    """Returns the source of the last layer that sets the faulty setting.
+    """Returns the source of the highest layer that sets the faulty setting.
 
-    Each of several layers may set the same section. If the fault is in a whole section, returns the
-    source of the last layer that causes the error. A layer causes the error if the layers below
-    this layer, when merged, do not have the error. Returns the top file if no layer sets the faulty
-    setting.
+    Several layers can set parts of the same section. If the fault concerns a whole section, returns
+    the source of the highest layer that causes the error. A layer causes the error if merging only
+    the layers beneath this layer does not produce the error. If no layer sets the faulty setting,
+    returns the source of the highest layer that is not an override.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):
@@ -325,7 +325,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def reads_files(source: str) -> bool:
-    """Tells whether a prompt source reads data.path and similar settings as files."""
+    """Tells whether a prompt source interprets data.path and similar settings as file names."""
     return source in ("files", "jsonl")
 
 
@@ -334,5 +334,5 @@ def _absolute(path: str | None) -> str | None:
 
 
 def dump_yaml(config: Config) -> str:
-    """Returns the resolved configuration as YAML for load_config and load_recorded."""
+    """Returns the resolved configuration as YAML that load_config and load_recorded can read."""
     return yaml.safe_dump({KEY: FORMAT, **config.model_dump(mode="json")}, sort_keys=False)

@@ -1,14 +1,13 @@
-"""Settings of `performance`, one row per setting. The settings of `performance` save time or memory
-without changing results.
+"""Lists the settings of the section `performance`, one row per setting. These settings save time or
+memory and change results only in the last bits.
 
-A row contains the fields of Megatron that the setting sets, the setting's requirements, the tests
-that cover the setting, and the check of scripts/gpu_check.sh that tests the setting. `chosen`
-decides whether a setting that is left at null is on. On a GPU, such a setting is on if it is
-tested, and if the device and the run meet the setting's requirements. A setting is tested if tests
-cover it (`covered`), or if the result of its check is committed (`proven`).
-tests/test_performance.py compares `proven` with the committed result. The value
-`performance.automatic: false` turns off all settings that are left at null. A new setting needs a
-row here and a field in config/training_sections.py.
+A row contains the values that the setting gives to Megatron's fields, the setting's requirements,
+its tests, and its check in scripts/gpu_check.sh. If a setting is null, `chosen` decides whether the
+setting is on. On a GPU, a setting at null is on if the setting is tested, and if the device and the
+run meet the setting's requirements. A setting counts as tested if tests cover it (`covered`), or if
+the committed result of its check is good (`proven`). The file tests/test_performance.py compares
+`proven` with the committed result. With `performance.automatic: false`, all settings at null are
+off. A new setting needs a row here and a field in config/training_sections.py.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 
 @dataclass(frozen=True)
 class Feature:
-    """A setting that is on or off.
+    """A setting that can be on or off.
 
-    sets: the values that Megatron's fields get while the setting is on. While the setting is off,
+    `sets`: the values that Megatron's fields get while the setting is on. While the setting is off,
         the fields are false or 0.
-    needs: the requirements of the device, as keys of NEEDS.
-    wants: other settings of the run that must be on.
-    covered: the tests of the setting, in this repository or upstream. The value is "" if there are
-        no tests, or if the setting is a trade-off and not only a gain.
-    check: the check of scripts/gpu_check.sh that tests the setting.
-    proven: true if the check's committed result shows that the setting is correct and no slower.
+    `needs`: the requirements of the device, as keys of NEEDS.
+    `wants`: other settings of the run that must be on.
+    `covered`: the tests of the setting, in this repository or upstream. `covered` is "" if there
+        are no tests, or if the setting is a trade-off, such as less memory for more time.
+    `check`: the check of scripts/gpu_check.sh that tests the setting.
+    `proven`: true if the check's committed result shows that the setting is correct and no slower.
     """
 
     name: str
@@ -176,7 +175,7 @@ def missing(feature: Feature, has: Collection[str] | None = None) -> list[str]:
 def chosen(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> PerformanceConfig:
-    """Returns the settings of `performance`, with true or false for each feature that is null.
+    """Returns the settings of `performance`, with null replaced by true or false for each feature.
 
     Args:
         shape: the shape of the model. If `shape` is None, no feature depends on the shape.
@@ -194,8 +193,8 @@ def chosen(
 def reasons(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Returns the reason why a feature is off, by the feature's name. Features that are on are not
-    included. Arguments as in `chosen`."""
+    """Returns a dict from the name of each feature that is off to the reason why the feature is
+    off. Arguments as in `chosen`."""
     has = device_has() if has is None else has
     found: dict[str, str] = {}
     for feature in FEATURES:
@@ -213,7 +212,7 @@ def _reason(
     has: Collection[str],
     off: Collection[str],
 ) -> str:
-    """Returns the reason why a feature that is null stays off, or "" if the feature is on.
+    """Returns the reason why a feature at null is off, or "" if the feature is on.
 
     Args:
         off: names of features in earlier rows that are off.
@@ -246,9 +245,9 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Returns values for all fields of one of Megatron's configurations that a feature of FEATURES
-    can set, including the fields of features that are off. A feature at null counts as off, because
-    `chosen` has already turned on the features to use."""
+    """Returns values for all fields that features can set in `part`, which is one of Megatron's
+    configurations. The fields of features that are off are included. A feature at null counts as
+    off, because `chosen` has already turned on the features to use."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -258,12 +257,12 @@ def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any
 
 
 def connections(config: Config) -> int | None:
-    """Returns the number of hardware queues that CUDA gives a trainer rank, or None for CUDA's own
-    choice.
+    """Returns the number of hardware queues that a trainer rank gets from CUDA, or None if CUDA
+    chooses the number.
 
-    Ranks that exchange activations inside a layer get one queue. In one queue, a transfer starts
-    before every matrix product that was launched after the transfer. Megatron's own launcher
-    requires one queue for such ranks.
+    Ranks that exchange activations inside a layer get one queue. With one queue, a transfer starts
+    before all matrix products that are launched later. Megatron's own launcher requires one queue
+    for ranks that exchange activations inside a layer.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections
@@ -271,8 +270,8 @@ def connections(config: Config) -> int | None:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Returns environment variables of trainer ranks, which CUDA and torch's allocator read at
-    start."""
+    """Returns environment variables for trainer ranks. CUDA's libraries and torch's allocator read
+    these variables at start."""
     named = {
         "CUDA_DEVICE_MAX_CONNECTIONS": connections(config),
         "PYTORCH_CUDA_ALLOC_CONF": config.performance.cuda_allocator,
@@ -283,7 +282,8 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def keeps_graph(config: Config, micro_batches: int) -> bool:
-    """Tells whether training reuses the forward of the log-prob pass instead of running its own.
+    """Tells whether training reuses the forward of the log-prob pass instead of computing a second
+    forward.
 
     The log-prob pass must have one micro-batch per rank, because backward needs the activations of
     the micro-batch. The step must make only one update, because later updates would need a forward
@@ -303,7 +303,8 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
 
 
 def shares_prompts(config: Config) -> bool:
-    """Tells whether a micro-batch runs a prompt through the model once for all its responses.
+    """Tells whether a micro-batch runs a prompt through the model only once for all responses to
+    this prompt.
 
     Prompts are shared only if sequences are packed and every rank has whole sequences. With virtual
     stages, prompts are not shared, because virtual stages need micro-batches of equal shape. With
@@ -321,7 +322,7 @@ def shares_prompts(config: Config) -> bool:
 
 
 def check_performance(config: Config, shape: ModelShape | None = None) -> None:
-    """Raises ConfigError for settings that cannot be combined, whatever the device.
+    """Raises ConfigError for settings that are not supported, or cannot be combined, on any device.
 
     Args:
         shape: the shape of the model. If `shape` is None, the checks of the model are left out.
@@ -405,9 +406,9 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 
 def hints(config: Config) -> list[str]:
-    """Returns lines for --dry-run, one for each setting that is off on this process's device. A
-    line gives the reason, and the way to turn the setting on. Further lines name the settings that
-    are not offered, with the reason only."""
+    """Returns lines for --dry-run. There is one line for each setting that is off on this process's
+    device, with the reason and the way to turn the setting on. There is also one line for each
+    setting that is not offered, with the reason."""
     lines = [
         f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
         for name, reason in reasons(config).items()

@@ -1,8 +1,10 @@
-"""Environment variables and ports of trainer ranks and servers, and checks for conflicts.
+"""Chooses environment variables and ports for trainer ranks and servers, and checks the chosen
+values for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
-group hangs or fails. Before its first collective, an SGLang server sets each of these variables to
-0 if the variable is not set. A server with a flag in AGREED always sets the flag's variables to 1.
+group hangs or fails. If one of these two variables is not set, an SGLang server sets the variable
+to 0 before the server's first collective. A server that has a flag in AGREED always sets the
+variables of this flag to 1.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def shared_environment(config: Config) -> dict[str, str]:
-    """Returns the environment variables of all trainer ranks, engines and servers. Requires a
-    configuration that passed `check_environment`."""
+    """Returns the environment variables that are the same for all trainer ranks, engines and
+    servers. Requires a configuration that passed `check_environment`."""
     shared = dict(config.runtime.env)
     if config.runtime.interface:
         shared |= dict.fromkeys(INTERFACES, config.runtime.interface)
@@ -54,13 +56,14 @@ def _of_servers(config: Config, name: str) -> str:
 
 
 def _forced(config: Config, name: str) -> str | None:
-    """Returns the server flag in use that sets a variable of AGREED to 1, or None if no such flag
-    is in use."""
+    """Returns the first flag in sglang.flags that sets the variable `name` to 1, or None if no flag
+    does so."""
     return next((flag for flag in AGREED[name] if flag in config.sglang.flags), None)
 
 
 def check_environment(config: Config) -> None:
-    """Raises ConfigError for variables that a run sets itself, and for conflicting variables."""
+    """Raises ConfigError if the configuration sets a variable that the run sets itself, or sets
+    variables that conflict."""
     given, of_servers = config.runtime.env, config.sglang.environment
     for name, why in OWNED.items():
         if name in given:
@@ -136,6 +139,6 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
     """Returns the ports of one owner, or None if no port range is set. Owner number 0 is the group
-    of the trainer's ranks, and owner number n is replica process n - 1. A replica has one process
-    per node."""
+    of all trainer ranks. For n > 0, owner number n is replica process n - 1. A replica has one
+    process per node."""
     return config.runtime.port_share(number, processes + 1)

@@ -1,11 +1,11 @@
-"""Reads the recipes of published runs. A recipe has layers, the published run that the recipe
-reproduces, and the published values of the recipe's settings.
+"""Reads the recipes of published runs. Each recipe reproduces one published run, and is stored with
+the published values of the run's settings.
 
-`configs/recipes/index.yaml` lists the recipes. A recipe consists of layers for method, lengths,
-model and cluster, or of another recipe and a set of changes. A configuration names a recipe as
-recipes/NAME. `configs/recipes/published.yaml` contains the published values by layer. Each
-published value has a source and a line in that source. If a recipe's value differs from the
-published value, `published.yaml` gives the reason.
+`configs/recipes/index.yaml` lists the recipes. A recipe is either a list of layers for method,
+lengths, model and cluster, or a set of changes to another recipe. A configuration names a recipe as
+recipes/NAME. `configs/recipes/published.yaml` contains the published values for each layer. Each
+published value is stored with its source and its line in the source. If a recipe's value differs
+from the published value, `published.yaml` gives the reason.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ FOLDER = "recipes"
 class Recipe:
     """A row of the index.
 
-    layers: files of `configs/recipes`, such as methods/stare. Later layers override earlier layers.
-    settings: the recipe's own settings, which override all layers.
-    reproduces: the published run, in words.
-    result: the run's published results, with the marks of their sources.
-    over: name of the recipe that this recipe changes, if any.
+    `layers`: files of `configs/recipes`, such as methods/stare. Later layers override earlier
+        layers.
+    `settings`: the recipe's own settings, which override all layers.
+    `reproduces`: the published run, in words.
+    `result`: the run's published results, with the marks of their sources.
+    `over`: name of the recipe that this recipe changes, if any.
     """
 
     name: str
@@ -44,8 +45,8 @@ class Recipe:
     over: str | None = None
 
     def all_layers(self) -> list[str]:
-        """Returns the layers of the recipe that the field `over` names, if any, followed by this
-        recipe's own layers."""
+        """Returns the layers of this recipe, lowest first. If the field `over` names another
+        recipe, the layers of the other recipe come first."""
         beneath = recipes()[self.over].all_layers() if self.over else []
         return [*beneath, *self.layers]
 
@@ -54,13 +55,13 @@ class Recipe:
 class Published:
     """A published value of a setting.
 
-    setting: the dotted name of the setting. In a list of sections, the name of an entry selects the
-        entry, as in eval.tasks.aime24.samples.
-    source: a mark from the table `sources` of published.yaml, a colon, and the line or place in the
-        source.
-    here: the recipe's value, if the recipe's value differs from the published value.
-    because: the reason why the recipe's value differs from the published value.
-    wanted: the value that the recipe must have.
+    `setting`: the dotted name of the setting. Entries of a list are selected by their names, as in
+        eval.tasks.aime24.samples.
+    `source`: a mark from the table `sources` of published.yaml, a colon, and the line or place in
+        the source.
+    `here`: the recipe's value if it differs from the published value.
+    `because`: the reason why the recipe's value differs from the published value.
+    `wanted`: the value that the recipe must have.
     """
 
     setting: str
@@ -130,16 +131,16 @@ def refused() -> Mapping[str, str]:
 
 
 def sources() -> Mapping[str, str]:
-    """Returns the sources of published values by mark. A mark, such as 'R-readme', is the short
-    name of a source."""
+    """Returns a dict from marks to the sources of published values. A mark, such as 'R-readme', is
+    the short name of a source."""
     return dict(_tables()["sources"])
 
 
 def published(recipe: Recipe) -> list[Published]:
     """Returns the published values of a recipe's settings, sorted by setting.
 
-    A value of an upper layer overrides the values of lower layers. A layer that names a method
-    discards the `algorithm` settings of lower layers.
+    A value in a higher layer overrides the values of the same setting in lower layers. A layer that
+    names a method discards the `algorithm` settings of lower layers.
     """
     found = {row.setting: row for row in published(recipes()[recipe.over])} if recipe.over else {}
     for layer in [*recipe.layers, recipe.name]:

@@ -13,8 +13,8 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A configuration, and the model shape and method that the configuration names. Workers receive
-    a pickled copy of a ResolvedRun."""
+    """A configuration together with the shape of its model and its method. Workers receive a
+    pickled copy of a ResolvedRun."""
 
     config: Config
     shape: ModelShape  # of the policy and its reference; names the model family

@@ -13,7 +13,7 @@ from megatron_stare.registry import Extension
 
 
 class MixtureFile(Section):
-    """One file of a mixture of training prompts."""
+    """One of several files from which training prompts are drawn."""
 
     path: str = Field(description="as data.path")
     weight: float = Field(
@@ -203,13 +203,14 @@ class PartialConfig(Section):
     )
 
     def groups_under_way(self, prompts: int, generate_prompts: int | None) -> int:
-        """Returns the number of prompt groups in flight. `prompts` and `generate_prompts` are
-        settings of the section `batch`."""
+        """Returns the number of prompt groups to keep in flight. `prompts` and `generate_prompts`
+        are settings of the section `batch`."""
         return self.prompts or generate_prompts or 2 * prompts
 
 
 class SGLangConfig(Section):
-    """The servers of `rollout.engine: sglang`; see docs/sglang.md."""
+    """Settings of the SGLang servers, which exist only with `rollout.engine: sglang`; see
+    docs/sglang.md."""
 
     urls: list[str] = Field(
         [],
@@ -334,10 +335,10 @@ class SGLangConfig(Section):
 
 
 class AgreementConfig(Section):
-    """Limits for the absolute differences between the engines' and the trainer's log-probs of
-    sampled tokens, in nats. The limits apply if the engines or the trainer compute in 16 bits. A
-    difference above its limit stops the run. A limit at null has a default; docs/diagnostics.md
-    gives the reasons for the defaults. If engines and trainer compute in float32, the only limit is
+    """Limits, in nats, for how much the log-probs of sampled tokens may differ between the engines
+    and the trainer. The limits apply if the engines or the trainer compute in 16 bits. A difference
+    above its limit stops the run. A limit at null takes its default value, which
+    docs/diagnostics.md explains. If engines and trainer compute in float32, the only limit is
     sglang.agreement_limit, which bounds the largest difference."""
 
     mean: float | None = Field(
@@ -361,7 +362,7 @@ class AgreementConfig(Section):
 
 
 class RewardConfig(Section):
-    """Verification of answers, in worker processes."""
+    """Settings of the worker processes that verify answers."""
 
     verifier: Extension = Field(
         Extension("math"),
@@ -390,8 +391,8 @@ class RewardConfig(Section):
 
 
 class EvalTask(Section):
-    """A task to evaluate the policy on. Settings that are missing or null are taken from the
-    run."""
+    """A task on which the policy is evaluated. If a setting is missing or null, the task uses the
+    corresponding setting of the run."""
 
     name: str = Field(
         pattern=r"^[\w.@+-]+$",

@@ -208,16 +208,16 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
 
 
 def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
-    """Returns the set of layer counts that the chunks of the pipeline stages have. The layout must
-    have passed `check_layout`."""
+    """Returns the set of layer counts that occur in the chunks of the pipeline stages. The layout
+    must have passed `check_layout`."""
     if (first := parallel.first_stage_layers) is not None:
         return {first, (shape.layers - first) // (parallel.pipeline - 1)}
     return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}
 
 
 def check_moe(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for expert settings of a model without experts, and for unsupported expert
-    settings."""
+    """Raises ConfigError if the section `moe` is set for a model without experts, or if
+    `moe.balance` is not supported."""
     if not shape.experts:
         for name, default in MoeConfig():
             if getattr(config.moe, name) != default:
@@ -229,8 +229,8 @@ def check_moe(config: Config, shape: ModelShape) -> None:
 
 
 def check_device(config: Config, *, experts: bool) -> None:
-    """Raises ConfigError for settings with which training fails, or computes wrong results, on the
-    device of this process.
+    """Raises ConfigError for settings that make training fail on this process's device, or make
+    training compute wrong results.
 
     Args:
         experts: whether the model is a mixture of experts.

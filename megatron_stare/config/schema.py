@@ -1,5 +1,5 @@
-"""Defines the configuration of a run as typed models. Every field states its unit and meaning.
-Unknown keys raise an error.
+"""Defines the configuration of a run as typed pydantic models. Every field states its unit and
+meaning. Unknown keys raise an error.
 
 Three further modules define the sections about training, rollouts and faults. Import all sections
 from this module.
@@ -63,8 +63,8 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Writing, retention and verification of checkpoints; see docs/checkpoints.md.
-    run.checkpoint_every sets when checkpoints are written. The run keeps the newest
+    """Settings for writing, keeping and verifying checkpoints; see docs/checkpoints.md. The setting
+    run.checkpoint_every sets how often checkpoints are written. The run keeps the newest
     `run.keep_checkpoints` checkpoints and also the checkpoints that this section selects."""
 
     background: bool = Field(
@@ -129,8 +129,8 @@ class CheckpointConfig(Section):
 
 
 class PlanConfig(Section):
-    """Forecast of `megatron-stare plan` for this run, logged beside the measured values; see
-    docs/planning.md. The command uses these settings as defaults of its options."""
+    """Forecast of the run's memory and time, which the run logs together with the measured values;
+    see docs/planning.md. `megatron-stare plan` uses these settings as defaults of its options."""
 
     enabled: bool = Field(
         True, description="predict memory and time at the start; log them beside the measured ones"
@@ -221,7 +221,8 @@ class ObservabilityConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """Processes and machines. docs/cluster.md describes placement on GPUs."""
+    """Settings of processes and machines. The page docs/cluster.md describes how processes are
+    placed on GPUs."""
 
     runner: Literal["ray", "inline"] = Field(
         "ray", description="'ray': actors; 'inline': everything in this process"
@@ -279,8 +280,8 @@ class RuntimeConfig(Section):
 
     def port_share(self, number: int, shares: int) -> range | None:
         """Divides the port range into `shares` disjoint sets and returns set `number`. Returns None
-        if no range is set. Two processes on one node that use different sets cannot take the same
-        port.
+        if no range is set. If two processes on one node use different sets, they cannot take the
+        same port.
 
         Raises:
             ValueError: the range has fewer than `shares` ports.
@@ -355,8 +356,9 @@ class Config(Section):
 
     @property
     def expected_lengths(self) -> tuple[float, float]:
-        """Mean number of tokens of a prompt and of a response. The section `plan` may set these
-        numbers; otherwise they follow from the token limits of the section `rollout`."""
+        """Expected mean numbers of tokens in a prompt and in a response. The section `plan` can set
+        these numbers. Without such a setting, the numbers follow from the token limits in the
+        section `rollout`."""
         rollout, plan = self.rollout, self.plan
         return (
             plan.prompt_tokens or rollout.max_prompt_tokens / 4,

@@ -1,11 +1,11 @@
 """Writes and reads heartbeats. Heartbeats are small files with a run's progress. Heartbeats stay
 readable despite a stalled disk, a stopped process or a deadlocked thread.
 
-Every process of a run writes its own Beat whenever a phase or call begins or ends. The processes
-that write Beats are the driver and, with Ray, each rank and each engine. The Beats are files in a
-folder in the node's memory. The watcher, a separate process (hangs/watcher.py), reads the beats.
-The watcher copies the driver's Beat to heartbeat.json in the run directory, so that other machines
-can read the driver's Beat too. This module imports neither torch nor Ray.
+A process of a run writes its own Beat whenever a phase or call begins or ends. The driver always
+writes a Beat; with Ray, each rank and each engine also writes a Beat. Each Beat is one file in a
+folder that is stored in the node's memory. The watcher, a separate process (hangs/watcher.py),
+reads the Beats. The watcher copies the driver's Beat to heartbeat.json in the run directory, so
+that other machines can read the driver's Beat too. This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _told: Callable[[], None] | None = None  # called when this process makes progre
 
 
 def watch_progress(told: Callable[[], None] | None) -> None:
-    """Sets the function that is called when this process's current call makes progress. If `told`
-    is None, no function is called."""
+    """Sets the callback `told`, which runs whenever this process reports progress. If `told` is
+    None, there is no callback."""
     global _told
     _told = told
 
@@ -105,7 +105,8 @@ def write_beat(file: Path, beat: Beat) -> None:
 
 
 def write_whole(file: Path, value: Any) -> None:
-    """Writes JSON atomically, so that readers see the old or the new content. Raises OSError."""
+    """Writes JSON atomically. Readers see either the old content or the new content. Raises
+    OSError."""
     # not Path's methods, which take three times as long; this runs many times per step
     temporary = f"{file}.{os.getpid()}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -128,8 +129,8 @@ def read_beat(file: Path) -> Beat | None:
 
 
 def read_heartbeat(run_dir: Path) -> Beat | None:
-    """Reads the driver's beat from a run directory. The watcher updates this beat every few seconds
-    while the run is alive."""
+    """Reads the driver's beat from a run directory. The watcher updates heartbeat.json every few
+    seconds while the run is alive."""
     return read_beat(run_dir / HEARTBEAT_FILE)
 
 
@@ -142,8 +143,8 @@ def beats_of(folder: Path) -> list[Beat]:
 
 
 def newest_progress(folder: Path) -> float | None:
-    """Returns the time (seconds of CLOCK_MONOTONIC) of the latest progress among the ranks on this
-    node that are in a call. Returns None if no rank is in a call."""
+    """Returns the time at which a rank on this node last made progress, in seconds of
+    CLOCK_MONOTONIC. Ignores ranks that are not in a call. Returns None if no rank is in a call."""
     return max(
         (b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE),
         default=None,
@@ -151,7 +152,7 @@ def newest_progress(folder: Path) -> float | None:
 
 
 def beat_file(folder: Path, role: str) -> Path:
-    """Returns the file of a role's beat."""
+    """Returns the path of the file that contains a role's beat."""
     return folder / f"beat_{role.replace(' ', '_')}.json"
 
 

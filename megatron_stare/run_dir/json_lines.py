@@ -1,5 +1,5 @@
 """Reads and writes JSON Lines files that stay readable after kill -9. Readers drop an incomplete
-last line. A resumed run can remove the records of later steps.
+last line. When a run resumes from a step, it can remove the records of later steps.
 
 `sinks/jsonl_files.py` writes and reads a run's JSON Lines files. The report also reads a run's JSON
 Lines files. This module only assumes that each record has an integer under "step".
@@ -58,8 +58,8 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def write_atomically(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces the content of `path` by `records`. Readers see the old or the new file, also after
-    a crash."""
+    """Replaces the content of `path` by `records`. Even after a crash, readers see either the old
+    file or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:

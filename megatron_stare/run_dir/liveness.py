@@ -1,10 +1,10 @@
 """Determines from a run's lock and heartbeat whether the run is alive.
 
-The functions of this module never change a run. The driver holds the run's lock. The kernel frees
-the lock when the driver ends for any reason. On the driver's machine, the run is alive if and only
-if the lock is held. On other machines, a held lock means a live run. A free lock proves nothing on
-other machines, because the file system may not share locks. If another machine finds the lock free,
-the heartbeat's age shows whether the run is alive.
+The functions of this module never change a run. The driver holds the run's lock. If the driver ends
+for any reason, the kernel frees the lock. On the driver's machine, the run is alive if and only if
+the lock is held. If another machine finds the lock held, the run is alive. On another machine, a
+free lock proves nothing, because some file systems do not share locks between machines. If another
+machine finds the lock free, the heartbeat's age shows whether the run is alive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ State = Literal["running", "finished", "dead", "silent"]
 class Liveness:
     """Liveness of a run.
 
-    state: "running", "finished", "dead" or "silent". "finished" means that all steps are made.
-        "dead" means that no process holds the run's lock, or that the watcher saw the driver's
-        process end. "silent" means that the run is on another machine and wrote no heartbeat in the
-        last FRESH_S seconds.
-    host: machine of the last start; "" if unknown.
-    beat, beat_age_s: the newest heartbeat, and its age by this machine's clock. `beat` and
+    `state`: "running", "finished", "dead" or "silent". "finished" means that all steps are made.
+        "dead" means that steps are missing and the driver has ended. The driver has ended if the
+        run's lock is free on the driver's machine, or if the watcher saw the driver's process end.
+        "silent" means that the run is on another machine, that its lock seems free, and that no
+        heartbeat was written in the last FRESH_S seconds.
+    `host`: machine of the last start; "" if unknown.
+    `beat`, `beat_age_s`: the newest heartbeat, and its age by this machine's clock. `beat` and
         `beat_age_s` are None if there is no heartbeat.
     """
 
@@ -69,8 +70,8 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
 def lock_held(run_dir: Path) -> bool:
     """Tells whether a process holds the run's lock.
 
-    Tests the run's lock by taking the lock in shared mode for some microseconds. A driver that
-    cannot take the lock because of this test retries (run_state.py).
+    Tests the run's lock by taking the lock in shared mode for some microseconds. If this test
+    prevents a driver from taking the lock, the driver retries (run_state.py).
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:

@@ -1,5 +1,5 @@
-"""Converts trajectories to the records of files such as `rollouts/step_000010.jsonl`. Reads such
-files as `SampledResponse` objects.
+"""Converts trajectories to the records of rollout files, such as `rollouts/step_000010.jsonl`.
+Reads rollout files as `SampledResponse` objects.
 
 docs/runs.md describes the format. Reading a rollout file needs neither torch nor a tokenizer, so
 that the report works without both.
@@ -32,18 +32,19 @@ NOT_TRAINED = " "  # in both columns: a token that an environment wrote
 class Token:
     """One token of a response with its training numbers. Unknown numbers are NaN.
 
-    text: text that the token adds to the response. Special tokens, such as the stop token, also
+    `text`: text that the token adds to the response. Special tokens, such as the stop token, also
         have a text.
-    surprisal, entropy: values in nats, under the policy of the log-prob pass, at the run's
+    `surprisal`, `entropy`: values in nats, under the policy of the log-prob pass, at the run's
         temperature.
-    advantage: advantage of the token's response.
-    weight: factor by which the loss multiplies the advantage. The factor includes all effects of
+    `advantage`: advantage of the token's response.
+    `weight`: factor by which the loss multiplies the advantage. The factor includes all effects of
         the method. The weight is NaN if the advantage is 0.
-    selected: set that contains the token. "+" stands for L+, the rarest tokens of positive
+    `selected`: set that contains the token. "+" stands for L+, the rarest tokens of positive
         advantage that a method selects. "-" stands for L-, the rarest tokens of negative advantage
-        that a method selects. "p" stands for U+ and "m" stands for U-, which contain the common
-        tokens. "." stands for no set. " " marks a token that an environment wrote.
-    rare: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
+        that a method selects. "p" stands for U+, the low-surprisal tokens of positive advantage.
+        "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. "
+        " marks a token that an environment wrote.
+    `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
         "?" means that the run made no forecast. " " marks a token that an environment wrote.
     """
 
@@ -60,8 +61,8 @@ class Token:
 class SampledResponse:
     """A response of a rollout file.
 
-    tokens: empty if the file has no per-token numbers for the response.
-    record: the line of the file.
+    `tokens`: empty if the file has no per-token numbers for the response.
+    `record`: the line of the file.
     """
 
     step: int
@@ -74,12 +75,12 @@ class SampledResponse:
 
 
 def rollout_file(folder: Path, step: int) -> Path:
-    """Returns the file of a step in a run's `rollouts`."""
+    """Returns the path of a step's rollout file in a run's folder `rollouts`."""
     return folder / f"step_{step:06d}.jsonl"
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Returns the rollout files in a run's `rollouts`, oldest first."""
+    """Returns the rollout files in a run's folder `rollouts`, oldest first."""
     return sorted(
         folder.glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_"))
     )
@@ -191,7 +192,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
-    """Encodes a column with long runs of equal values as pairs [value, count]."""
+    """Run-length encodes a column as pairs [value, count]."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 

@@ -1,8 +1,8 @@
 """Defines the names of a run's record files, and reads run directories.
 
-`sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. A resume reads metrics.jsonl and
-eval.jsonl. `figures.py` and `report/` read metrics.jsonl, eval.jsonl and config.yaml. Runs that are
-unfinished, killed or never evaluated can be read too.
+`sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. A run that resumes reads metrics.jsonl
+and eval.jsonl. `figures.py` and `report/` read metrics.jsonl, eval.jsonl and config.yaml. Runs that
+are unfinished, killed or never evaluated can be read too.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class RunRecord:
         return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
 
     def on_task(self, task: str | None) -> RunRecord:
-        """Returns this run with only the evaluations of one task."""
+        """Returns a copy of this run that contains only the evaluations of one task."""
         return replace(self, evals=[record for record in self.evals if record.get("task") == task])
 
     @property
     def before(self) -> Record | None:
-        """Last evaluation of the initial weights, or None."""
+        """Newest evaluation of the initial weights, or None."""
         return _last(self.evals, "base")
 
     @property
     def after(self) -> Record | None:
-        """Last evaluation of trained weights, or None."""
+        """Newest evaluation of trained weights, or None."""
         return _last(self.evals, "trained")
 
 
@@ -125,7 +125,8 @@ def read_run(directory: Path) -> RunRecord:
 
 
 class Rereading:
-    """Reads a run directory time and again, and its files only after one of them has changed."""
+    """Reads a run directory repeatedly. Opens the run's files again only if one of the files has
+    changed."""
 
     def __init__(self) -> None:
         self._stamps: dict[str, tuple[int, int]] | None = None
@@ -145,8 +146,8 @@ class Rereading:
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
     """Reads several runs and names each run by its method. If several runs have the same method,
-    the function adds the run's own name to the method. If several runs have the same method and the
-    same own name, the function also adds the directory."""
+    each name also contains the run's own name. If the names of several runs are still equal, each
+    name also contains the name of the run's directory."""
     runs = [read_run(directory) for directory in directories]
     if len(runs) == 1:
         return runs

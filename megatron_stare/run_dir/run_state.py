@@ -2,7 +2,7 @@
 
 A checkpoint is a folder such as `checkpoints/step_000050`. The folder contains the ranks'
 distributed checkpoint, run_state.json and the checksums of all files. A checkpoint is written under
-a temporary name. The checkpoint gets its final name once all its files are on disk, so a folder
+a temporary name. The checkpoint gets its final name after all its files are on disk, so a folder
 with a final name is complete.
 """
 
@@ -67,7 +67,7 @@ class RunState:
         return frozenset(cursor for each in self.rollbacks for cursor in each["prompts"])
 
     def to_json(self) -> str:
-        """Returns all fields but `kept` as JSON."""
+        """Returns all fields except `kept` as JSON."""
         return json.dumps(
             {KEY: FORMAT, **{name: value for name, value in vars(self).items() if name != "kept"}},
             indent=2,
@@ -75,7 +75,8 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
-        """Reads the state from a complete checkpoint of the current format or of an earlier format.
+        """Reads the state from a complete checkpoint. The state's format can be the current format
+        or an earlier format.
 
         Raises:
             DataError: the state is damaged, or a newer release wrote the state.
@@ -100,10 +101,10 @@ class RunState:
 class Staged:
     """A checkpoint that is being written.
 
-    final: path of the completed checkpoint.
-    folder: temporary folder that contains the unfinished checkpoint.
-    state: run state as JSON.
-    beside: contents of the driver's further files, by name.
+    `final`: path of the completed checkpoint.
+    `folder`: temporary folder that contains the unfinished checkpoint.
+    `state`: run state as JSON.
+    `beside`: contents of the driver's additional files, by name.
     """
 
     final: Path
@@ -148,8 +149,8 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDir:
-        """Locks the directory of a run to resume. Raises UserError if another process holds the
-        directory's lock."""
+        """Locks the directory of a run that is to resume, and removes what a killed run left
+        incomplete. Raises UserError if another process holds the directory's lock."""
         run = cls._hold(path)
         run.forget_unfinished()  # left behind if the run was killed
         return run
@@ -171,15 +172,17 @@ class RunDir:
         self._lock.close()
 
     def forget_unfinished(self) -> None:
-        """Removes incomplete checkpoints, and weights for servers of a sync that was killed."""
+        """Removes incomplete checkpoints, and weight files that a killed run wrote for its
+        servers."""
         for leftover in (*(self.path / "checkpoints").glob("*.tmp"), self.path / SYNC_FOLDER):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
         """Removes everything that a failed start added to the directory.
 
-        Removes config.yaml first. A directory without config.yaml does not count as a run, even if
-        this process is killed before all other files are removed.
+        Removes config.yaml first, because a directory without config.yaml does not count as a run.
+        The directory then does not count as a run even if this process is killed before it has
+        removed the other files.
         """
         if CONFIG not in self._found:
             (self.path / CONFIG).unlink(missing_ok=True)
@@ -189,8 +192,8 @@ class RunDir:
         _remove_empty(self._made)
 
     def record(self, config: Config) -> None:
-        """Writes the resolved configuration atomically. Readers see the old or the new file, also
-        after a crash."""
+        """Writes the resolved configuration atomically. Even after a crash, readers see either the
+        old file or the new file."""
         temporary = self.path / f".{CONFIG}.tmp"
         temporary.write_text(dump_yaml(config))
         sync_entry(temporary)
@@ -269,7 +272,7 @@ class RunDir:
         return Staged(final, folder.resolve(), state.to_json(), {**beside, **kept})
 
     def complete(self, staged: Staged, written: Mapping[str, Sum]) -> Path:
-        """Completes a checkpoint after all ranks have written their part.
+        """Completes a checkpoint after all ranks have written their parts.
 
         Args:
             written: length and checksum of every file that the ranks wrote.
@@ -297,15 +300,16 @@ class RunDir:
         return staged.final
 
     def forget(self, steps: Collection[int]) -> None:
-        """Removes the checkpoints of these steps, oldest first. If this process is killed during a
-        removal, no partial checkpoint keeps the name of a complete checkpoint."""
+        """Removes the checkpoints of these steps, oldest first. Even if this process is killed
+        during a removal, a partly removed checkpoint does not have the name of a complete
+        checkpoint."""
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) in steps:
                 _forget(checkpoint)
 
     def set_aside(self, after: int) -> list[Path]:
-        """Renames the checkpoints of all steps after `after`, so that a resumed run ignores the
-        renamed checkpoints. Returns the new paths of the renamed checkpoints."""
+        """Renames the checkpoints of all steps later than `after`, so that a resumed run ignores
+        these checkpoints. Returns the new paths."""
         moved = []
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) > after:
@@ -319,8 +323,8 @@ class RunDir:
 
 
 def _forget(checkpoint: Path) -> None:
-    """Removes a checkpoint. Renames the checkpoint before removing its files. If this process is
-    killed during the removal, no partial checkpoint keeps the name of a complete checkpoint."""
+    """Removes a checkpoint. Renames the checkpoint before removing its files. A checkpoint whose
+    files are partly removed therefore never has the name of a complete checkpoint."""
     unnamed = _unfinished(checkpoint)
     checkpoint.rename(unnamed)
     shutil.rmtree(unnamed)
@@ -328,7 +332,8 @@ def _forget(checkpoint: Path) -> None:
 
 def _unfinished(final: Path) -> Path:
     """Returns a unique temporary name for an incomplete checkpoint. The name is unique, so that a
-    surviving writer of an earlier run cannot write into the incomplete checkpoint."""
+    writer process that is left over from an earlier run cannot write into the incomplete
+    checkpoint."""
     return final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
 
 
@@ -337,8 +342,8 @@ def _not_written(final: Path, error: OSError) -> UserError:
 
 
 def check_place(config: Config) -> None:
-    """Raises UserError if the directory of a new run could not be created, or is in use. The check
-    leaves no files."""
+    """Raises UserError if the directory of a new run cannot be created, contains a run, or is in
+    use. The check leaves no files."""
     path = _place(config)
     refuse_taken(path)
     refuse_busy(path)
@@ -391,8 +396,8 @@ def _refuse_without_sums(checkpoint: Path) -> None:
     """Raises DataError for a checkpoint without checksums, unless an earlier release wrote the
     checkpoint.
 
-    Ignores a run state that is damaged or was written by a newer release. RunState.read raises
-    DataError for such a run state.
+    Does not raise DataError if the run state is damaged or was written by a newer release, because
+    RunState.read raises DataError in these cases.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if (
@@ -453,7 +458,7 @@ def _holder(path: Path) -> str:
 
 
 def refuse_busy(path: Path) -> None:
-    """Raises UserError if another process is running in this directory. Changes nothing."""
+    """Raises UserError if another process holds the lock of this run directory. Changes nothing."""
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         (path / LOCK_FILE).open() as lock,

@@ -174,7 +174,7 @@ def bisect(
 
 
 def as_tree(found: Explanation) -> dict[str, Any]:
-    """Converts the explanation for JSON, with null for non-finite numbers."""
+    """Converts the explanation to a dict for JSON, and replaces non-finite numbers by null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,10 +1,11 @@
-"""Possible causes of a mismatch between a run's recorded metrics and the run's configuration, and
-the changes that simulate these causes.
+"""Defines causes that can make a run's recorded metrics contradict the run's configuration, and
+changes that simulate these causes.
 
-A change may replace a method's gate, draws or importance correction. The change is applied to the
-method object after preflight, so that the rest of the run stays the same. A changed method is
-pickled for the ranks as the original method plus the change. A late engine reports the newest
-weights but samples with the previous weights.
+A change can replace a method's gate, its random draws or its importance correction. The change is
+applied to the method object after preflight, so that the rest of the run stays the same. The pickle
+of a changed method contains the original method and the change, and each rank applies the change
+again. To simulate stale weights, LateEngine samples with the previous weights but reports the
+newest weights.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 class Change:
     """A change that simulates a cause in a re-run.
 
-    name: the name of the change, and of the folder of its re-run.
-    says: a description of the change, for messages.
-    settings: settings by dotted key, which replace the run's settings in the re-run.
-    method: a function that changes the method after the configuration is checked, or None.
-    harmless: true if the change alters the first step of a correct run by no more than rounding.
+    `name`: the name of the change, and of the folder of its re-run.
+    `says`: a description of the change, for messages.
+    `settings`: new values for settings of the run, by dotted key. Only the re-run uses these
+        values.
+    `method`: a function that changes the method after the configuration is checked, or None.
+    `harmless`: true if the change alters the first step of a correct run only by rounding errors.
     """
 
     name: str
@@ -95,8 +97,8 @@ def contradictions(
 ) -> dict[str, str]:
     """Returns contradictions between the record and the configuration, by cause.
 
-    Repeating the steps does not reveal a contradiction, since the repeated steps contradict the
-    configuration in the same way.
+    Repeating the steps cannot reveal a contradiction, because the repeated steps contradict the
+    configuration in the same way as the record.
 
     Args:
         record: metrics of each step.
@@ -218,7 +220,8 @@ def _engine(config: Config, kind: type) -> list[Change]:
 class ChangedRun(ResolvedRun):
     """A run whose method differs from the method in the run's configuration.
 
-    changed: the method that the run uses. If `changed` is None, the run uses the configured method.
+    `changed`: the method that the run uses. If `changed` is None, the run uses the configured
+        method.
     """
 
     changed: Method | None = None
@@ -229,7 +232,7 @@ class ChangedRun(ResolvedRun):
 
 
 class _HeldGate:
-    """Mixin that holds the gate at `held`, whatever the entropy is."""
+    """Mixin that keeps the gate at the value `held` for every entropy."""
 
     held: float
 
@@ -250,8 +253,8 @@ class _ClosedGate(_HeldGate):
 
 
 class _DrawsByPlace:
-    """Mixin that seeds the draw of a token by the token's position in the batch of its rank, so
-    that draws depend on the layout."""
+    """Mixin that seeds a token's random draw by the token's position in its rank's batch, so that
+    draws depend on the layout."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
         return uniform(
@@ -305,8 +308,8 @@ def draws(method: Method) -> bool:
 
 
 class LateEngine(LocalEngine):
-    """Engine that samples with the previous weights, but reports and verifies the newest weights as
-    LocalEngine does."""
+    """Engine that samples with the previous weights, but reports and verifies the newest weights
+    like LocalEngine."""
 
     # the previous weights
     _before: dict[str, torch.Tensor] | None = None

@@ -1,11 +1,11 @@
-"""Finds the change that explains a run's record. The functions are pure and read the metrics of
-every step.
+"""Finds the change that explains a run's record. The functions are pure, and their inputs are the
+metrics of the steps.
 
-`explain` answers three questions in this order. Do the repeated unchanged steps reproduce the
+`explain` answers these questions in this order. Do the repeated unchanged steps reproduce the
 record? If the unchanged steps do not reproduce the record, does a change reproduce more steps bit
-for bit, or make every differing figure agree with the record? Does a harmless change, such as
-another layout, affect the first step by more than rounding, or does the record contradict the
-configuration?
+for bit, or does it bring every figure close to the record? If the unchanged steps reproduce the
+record, does the record contradict the configuration? Does a harmless change, such as another
+layout, affect the first step by more than rounding?
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ ROUNDING = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 
 class Remade:
     """Repeated steps.
 
-    rows: the metrics of each step. The list is empty if the re-run failed.
-    failed: the reason why the re-run failed, or "" if the re-run succeeded.
+    `rows`: the metrics of each step. The list is empty if the re-run failed.
+    `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
     change: Change | None  # None: nothing was changed
@@ -66,12 +66,12 @@ class Remade:
 class Line:
     """Result of one re-run.
 
-    equal: the number of steps, from the first step on, whose metrics equal the record bit for bit.
-    medians: the median of each figure over the steps. A figure without values has the median NaN.
-    moved: distance of each figure from the unchanged steps, in standard errors.
-    missed: distance of each figure from the record, in standard errors.
-    breaks: metrics that a harmless change affects in the first step by more than rounding.
-    failed: the reason why the re-run failed, or "" if the re-run succeeded.
+    `equal`: the number of steps before the first step whose metrics differ from the record.
+    `medians`: the median of each figure over the steps. A figure without values has the median NaN.
+    `moved`: distance of each figure from the unchanged steps, in standard errors.
+    `missed`: distance of each figure from the record, in standard errors.
+    `breaks`: metrics that a harmless change affects in the first step by more than rounding.
+    `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
     name: str
@@ -89,13 +89,14 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    reproduced: true if the repeated unchanged steps equal the record bit for bit. For a run that is
-        not exact, steps within the run's noise also count as equal.
-    cause, change: the names of the cause and of the change that explain the record, or "" if
+    `reproduced`: true if the repeated unchanged steps equal the record bit for bit. If the run
+        cannot be repeated bit for bit, it is sufficient that the figures agree within the run's
+        noise.
+    `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
-    why: the conclusion in a sentence.
-    lines: results of the re-runs; the re-run without a change comes first.
-    record: median of each figure in the record.
+    `why`: the conclusion in a sentence.
+    `lines`: results of the re-runs; the re-run without a change comes first.
+    `record`: median of each figure in the record.
     """
 
     reproduced: bool
@@ -229,9 +230,9 @@ def _line(
 
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
-    """Returns the number of equal steps at the beginning of two series of steps. A step is equal if
-    all metrics that both series have are equal, except for the metrics in NOT_COMPARED, such as
-    times."""
+    """Returns the number of equal steps at the beginning of two series of steps. Two steps are
+    equal if both have all metrics in FINGERPRINT, and if all metrics that both have are equal. The
+    metrics in NOT_COMPARED, such as times, are ignored."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number
@@ -278,7 +279,7 @@ def _median(figure: str, rows: Sequence[Row]) -> float:
 
 
 def _noise(figure: str, rows: Sequence[Row]) -> float:
-    """Returns the noise of a figure as a standard deviation, estimated from the differences between
+    """Returns the standard deviation of a figure's noise. The estimate uses the differences between
     successive steps, so that a trend does not count as noise."""
     values = _values(figure, rows)
     steps = [b - a for a, b in itertools.pairwise(values)]
@@ -291,8 +292,8 @@ def _noise(figure: str, rows: Sequence[Row]) -> float:
 def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns the distance of each figure between two series of steps, in standard errors. The
-    series are compared step by step. Figures without a known distance are left out."""
+    """Returns how far two series of steps differ in each figure, in standard errors. The series are
+    compared step by step. Figures without a known distance are left out."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

@@ -49,8 +49,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a run directory that continues from another run's checkpoint. The new run directory
-    shares the checkpoint's files through hard links, because no process writes to these files.
+    """Makes a run directory that continues from another run's checkpoint. Hard-links the
+    checkpoint's files instead of copying them, because no process changes these files.
 
     Args:
         settings: settings by dotted key, which replace the run's settings. The value None means the
@@ -85,9 +85,9 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
 
 
 def _share(file: Path, place: Path) -> None:
-    """Hard-links a file that is never written to. Copies the file if the hard link fails, for
-    example because `file` and `place` are on different disks. Always copies the run state, which is
-    small."""
+    """Makes `place` a hard link to `file`, which no process changes. Copies the file if the hard
+    link fails, for example because `file` and `place` are on different disks. Always copies the run
+    state, which is small."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)
@@ -96,8 +96,9 @@ def _share(file: Path, place: Path) -> None:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Replaces settings of a configuration, by dotted key. The value None means the default. Raises
-    ConfigError if settings conflict."""
+    """Returns a copy of the configuration with some settings replaced. `settings` contains the new
+    values by dotted key. The value None means the default. Raises ConfigError if settings
+    conflict."""
     tree = copy.deepcopy(yaml.safe_load(dump_yaml(config)))
     tree.pop("format", None)
     for dotted, value in settings.items():
@@ -154,8 +155,8 @@ def main(folder: Path, change: str, last: int) -> int:
 
 
 def run_steps(folder: Path, change: str, last: int) -> None:
-    """Runs the steps of the run in this folder up to `last`. Schedules, such as the schedule of the
-    learning rate, still follow the run's full length."""
+    """Runs the steps of the run in this folder up to `last`. Schedules, such as the learning-rate
+    schedule, still extend over the full length of the run."""
     config = load_recorded(folder / CONFIG)
     inputs = read_inputs(config)
     # only changes of the method; changed settings are in the configuration already
@@ -171,8 +172,8 @@ def run_steps(folder: Path, change: str, last: int) -> None:
 
 
 class _UpTo(Session):
-    """Session that ends after step `last`, without the checkpoint or evaluation that is due after
-    this step.
+    """Session that ends after step `last`. The session omits the checkpoint and the evaluation that
+    are due after this step.
 
     The session lifts the agreement limits, so that a change such as late weights does not end the
     session.

@@ -1,5 +1,5 @@
-"""Checks that a machine's environment variables suit a run. Also checks settings whose faults would
-otherwise show only late in the run."""
+"""Checks that a machine's environment variables suit a run. Also checks settings whose errors would
+otherwise appear only late in the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of limits, memory, clocks, GPU links, ports and folders of machines."""
+"""Checks a machine's limits, memory, clock, GPU links, ports and folders."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def check_clock(asked: float, told: float, answered: float) -> Finding:
 
 
 def check_topology(facts: Facts, tensor: int) -> Finding:
-    """Checks with `nvidia-smi topo -m` that connections within groups of `tensor` neighbouring GPUs
-    do not cross a PCIe host bridge."""
+    """Checks that no connection within a group of `tensor` neighbouring GPUs crosses a PCIe host
+    bridge. Uses the output of `nvidia-smi topo -m`."""
     links = parse_topology(facts.topology)
     count = len(links)
     far = [

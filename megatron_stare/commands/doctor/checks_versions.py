@@ -1,4 +1,4 @@
-"""Checks of package versions on one machine, and between machines."""
+"""Checks package versions on one machine, and compares the versions of several machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALIKE = (
 
 def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
     """Checks the package versions on one machine. If `config` is given, also checks that the
-    versions suit its run."""
+    versions suit the configured run."""
     versions = facts.versions
     found = [_python(versions), _megatron(versions)]
     found += [_pinned(name, versions, wanted) for name, wanted in PINNED.items()]
@@ -46,8 +46,8 @@ def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
 
 
 def _servers(facts: Facts, config: Config | None) -> list[Finding]:
-    """Compares the trainer's and the servers' versions of the libraries that the weight sync on
-    GPUs needs."""
+    """Compares the trainer's version with the servers' version for each library that the weight
+    sync on GPUs needs."""
     if config is None or not facts.gpus or not facts.served:
         return []
     own, served = facts.versions, facts.served
@@ -171,8 +171,8 @@ def _apex(facts: Facts) -> list[Finding]:
 
 
 def check_server_version(version: str | None, supported: Sequence[str]) -> Finding:
-    """Checks the server release in the environment of the rollout servers. `version` is None if no
-    server is installed."""
+    """Checks the release of SGLang in the environment of the rollout servers. `version` is None if
+    SGLang is not installed."""
     if version is None:
         return fault(
             "server environment",

@@ -165,8 +165,8 @@ def as_json(found: Sequence[Finding]) -> str:
 
 
 def as_text(found: Sequence[Finding]) -> str:
-    """Returns one line per finding, with the faults last. The line of a finding's remedy follows
-    the finding."""
+    """Returns one line per finding, with the faults last. If a finding has a remedy, the next line
+    gives the remedy."""
     order = sorted(found, key=lambda each: ("ok", "warning", "fault").index(each.level))
     width = max(len(each.subject) for each in found)
     lines = []

@@ -83,18 +83,18 @@ print(json.dumps({name: found[name] for name in ("torch", "sglang") if name in f
 class Facts:
     """The facts of one machine.
 
-    versions: the versions of installed packages, 'python', 'cuda' (of PyTorch's build), 'nccl' (of
-        the loaded library) and 'driver'. Versions that cannot be found are left out.
-    apex_is_nvidias: true if NVIDIA's compiled optimizers (amp_C) are installed.
-    gpus: memory of each GPU, bytes.
-    topology: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
-    limits: the soft limits by name. A limit of -1 means that there is no limit.
-    shared_memory: the free and total size of /dev/shm, bytes. Both sizes are 0 if there is no
+    `versions`: the versions of installed packages, 'python', 'cuda' (of PyTorch's build), 'nccl'
+        (of the loaded library) and 'driver'. Versions that cannot be found are left out.
+    `apex_is_nvidias`: true if NVIDIA's compiled optimizers (amp_C) are installed.
+    `gpus`: memory of each GPU, bytes.
+    `topology`: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
+    `limits`: the soft limits by name. A limit of -1 means that there is no limit.
+    `shared_memory`: the free and total size of /dev/shm, bytes. Both sizes are 0 if there is no
         /dev/shm.
-    interfaces: IPv4 addresses by interface.
-    infiniband: names of adapters.
-    clock: the machine's time, seconds since 1970.
-    served: versions of 'torch', 'nccl' and 'sglang' in the servers' environment. The mapping is
+    `interfaces`: IPv4 addresses by interface.
+    `infiniband`: names of adapters.
+    `clock`: the machine's time, seconds since 1970.
+    `served`: versions of 'torch', 'nccl' and 'sglang' in the servers' environment. The mapping is
         empty if the run starts no server or the environment is missing.
     """
 
@@ -213,10 +213,10 @@ def _shared_memory() -> tuple[int, int]:
 class FolderSeen:
     """Capabilities of a folder, measured by a test.
 
-    renames: true if a renamed folder appears under its new name at once.
-    locks: true if a second process cannot take a lock that another process holds.
-    mb_s: speed of writing with sync, 10^6 bytes/s.
-    error: the reason why the folder could not be tested.
+    `renames`: true if a renamed folder appears under its new name at once.
+    `locks`: true if a second process cannot take a lock that another process holds.
+    `mb_s`: speed of writing with sync, 10^6 bytes/s.
+    `error`: the reason why the folder could not be tested.
     """
 
     path: str
@@ -243,8 +243,8 @@ def look_at_folder(path: Path) -> FolderSeen:
 
 @contextlib.contextmanager
 def marker(path: Path) -> Iterator[Path | None]:
-    """Context manager that creates a temporary file in the folder, for other nodes to find. Yields
-    the file's path, or None if the file cannot be written."""
+    """Context manager that creates a temporary file in the folder, so that other nodes can test
+    whether they see the file. Yields the file's path, or None if the file cannot be written."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         handle, name = tempfile.mkstemp(prefix=".doctor-", dir=there)

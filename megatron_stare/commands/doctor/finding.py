@@ -12,11 +12,11 @@ Level = Literal["ok", "warning", "fault"]
 class Finding:
     """Result of one check.
 
-    subject: the checked item, such as 'open files', prefixed by the node's name in a cluster.
-    level: 'ok', 'warning' or 'fault'. A fault is a problem that ends or spoils a run. A warning is
-        about a problem that may cost time, or that matters only on some clusters.
-    seen: the observed value.
-    mend: the remedy, or "" if the check found no problem.
+    `subject`: the checked item, such as 'open files', prefixed by the node's name in a cluster.
+    `level`: 'ok', 'warning' or 'fault'. A fault is a problem that ends or spoils a run. A warning
+        is a problem that can cost time, or that matters only on some clusters.
+    `seen`: the observed value.
+    `mend`: the remedy, or "" if the check found no problem.
     """
 
     subject: str
@@ -25,7 +25,7 @@ class Finding:
     mend: str = ""
 
     def of(self, node: str) -> Finding:
-        """Returns the finding with the node's name before the finding's subject."""
+        """Returns a copy of the finding, with the node's name at the start of `subject`."""
         return Finding(f"{node}: {self.subject}", self.level, self.seen, self.mend)
 
 

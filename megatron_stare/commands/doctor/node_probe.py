@@ -20,7 +20,7 @@ LIMIT_S = 120
 
 
 class NodeProbe:
-    """Worker that runs once per node."""
+    """Worker of the doctor. Each node runs one worker."""
 
     def facts(self, served_by: str | None = None) -> Facts:
         return local_facts(served_by)
@@ -44,7 +44,7 @@ class NodeProbe:
 
 
 def measure_bandwidth(rank: int, world: int, meeting_place: str) -> float:
-    """Returns the bus bandwidth of a gloo all-reduce over `world` ranks, 10^9 bytes/s.
+    """Returns the bus bandwidth of a gloo all-reduce over `world` ranks, in 10^9 bytes/s.
 
     With n ranks, the bus bandwidth is 2 (n - 1) / n times the message's bytes, divided by the time
     of the fastest round, as in NCCL's tests.

@@ -1,5 +1,5 @@
-"""The folder of one `megatron-stare eval` holds the description of the evaluation, the responses
-and the results.
+"""Manages the folder of an evaluation by `megatron-stare eval`. The folder contains the description
+of the evaluation, the responses and the results.
 
     evaluation.json   checkpoint, tasks, decoding and seeds
     config.yaml       the resolved configuration
@@ -9,8 +9,8 @@ and the results.
     heartbeat.json    progress of the evaluation
     blackbox/         bundle written if the evaluation hangs (docs/black_box.md)
 
-After a kill, the same command resumes the evaluation from the folder. The folder contains only
-complete responses.
+If the command is killed, the same command resumes the evaluation from the folder. The folder
+contains only complete responses.
 """
 
 from __future__ import annotations

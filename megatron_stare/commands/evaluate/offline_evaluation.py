@@ -1,8 +1,8 @@
-"""`megatron-stare eval` evaluates a checkpoint on tasks without a trainer.
+"""Evaluates a checkpoint on tasks for `megatron-stare eval`, without starting a trainer.
 
 `read` checks configuration, checkpoint and problems before any process starts. `run` starts
-engines, loads the weights and samples the missing responses. evaluation/evaluate.py computes the
-results, for this command and for training.
+engines, loads the weights and samples the missing responses. The module evaluation/evaluate.py
+computes the results, both for this command and for training.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ Shown = Callable[[str], Progress]  # returns the progress callback of a task
 class Checkpoint:
     """The weights to evaluate.
 
-    path: a Hugging Face folder or a distributed checkpoint.
-    distributed: true if `path` is a distributed checkpoint.
-    step: the number of training steps that produced the weights, or 0 if the number is unknown.
+    `path`: a Hugging Face folder or a distributed checkpoint.
+    `distributed`: true if `path` is a distributed checkpoint.
+    `step`: the number of training steps that produced the weights, or 0 if the number is unknown.
     """
 
     path: Path
@@ -77,8 +77,8 @@ class Checkpoint:
         return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the identity of the weights, which is the path, the step, and a digest of file
-        names, sizes and modification times."""
+        """Returns values that identify the weights. These values are the path, the step, and one
+        digest of the names, sizes and modification times of the weight files."""
         files = sorted(
             file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp")
         )
@@ -97,8 +97,8 @@ class Opened:
     evaluations: dict[str, Evaluation]
 
     def what(self) -> dict[str, Any]:
-        """Returns all values that a response depends on, except for the release of the engine and
-        the effects of rounding."""
+        """Returns all values that determine a response, except for the engine's release and
+        rounding errors."""
         config = self.config
         return {
             "checkpoint": self.checkpoint.identity(),
@@ -156,8 +156,8 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
 def run(
     opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates every task and returns the records by name. Does not sample a response again that
-    is already stored in `out`.
+    """Evaluates every task and returns the result records by task name. If a response is already
+    stored in `out`, it is not sampled again.
 
     Raises:
         UserError: `out` belongs to another evaluation, or engines, verifiers or the disk fail.
@@ -278,7 +278,7 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
 
 def _what(evaluation: Evaluation) -> dict[str, Any]:
     """Returns all values that a task's responses depend on. The returned dict does not contain the
-    number of samples, so that a resumed evaluation may ask for more samples."""
+    number of samples, so that a resumed evaluation can use more samples."""
     task, prompts = evaluation.task, evaluation.prompts
     decoding = {name: value for name, value in task.decoding().items() if name != "samples"}
     asked = [(prompt.cursor, prompt.token_ids, prompt.answer) for prompt in prompts]

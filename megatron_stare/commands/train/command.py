@@ -1,7 +1,7 @@
 """Defines the commands `megatron-stare train` and `megatron-stare sft`, and the arguments of both.
 Imports torch only when a command runs.
 
-The command `sft` is `train` with other defaults. With these other defaults, the method learns from
+The command `sft` is `train` with other defaults. By default, the method of `sft` learns from
 conversations, and the run samples no responses.
 """
 
@@ -142,8 +142,8 @@ def _supervise(args: argparse.Namespace) -> int:
 def _typed(
     args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Returns the words of a run's command line in two lists for `what_now`: the words up to the
-    last override, and the options after the overrides.
+    """Returns the run's command line as two lists of words for `what_now`. The first list ends with
+    the last override, and the second list contains the options.
 
     Args:
         run_dir: a run directory that the caller adds to the words. If `run_dir` is given, the words
@@ -199,8 +199,8 @@ def read_config(
     overrides: Iterable[str | Override],
     beneath: Sequence[Layer] = (),
 ) -> Config:
-    """Returns the configuration of a run that begins. Prints a message before the method is read,
-    because reading the method imports torch, which takes some time.
+    """Reads the configuration of a run that is about to start. Prints a message before the method
+    is read, because reading the method imports torch and therefore takes some time.
 
     Raises:
         UserError: as load_config.
@@ -226,8 +226,8 @@ def train_and_tell(
     dump_step: int | None = None,
     limit: TimeLimit | None = None,
 ) -> Path:
-    """Trains, prints the run's figures and files, and returns the run directory. Raises the same
-    errors as `train`."""
+    """Trains the policy, prints a summary of the results and a list of the files, and returns the
+    run directory. Raises the same errors as `train`."""
     from megatron_stare.observability.metrics.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 

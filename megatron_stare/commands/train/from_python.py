@@ -29,9 +29,9 @@ def run(
 ) -> Path:
     """Trains as `megatron-stare train` does, with the same checks, and returns the run directory.
 
-    `run` may be called from any thread. An event loop may be running in that thread, as in a
-    notebook. In the main thread the first Ctrl-C, or a notebook's interrupt, saves the last whole
-    step and raises KeyboardInterrupt. A second interrupt ends the process.
+    `run` can be called from any thread, even if an event loop is running in the thread, as in a
+    notebook. In the main thread, the first Ctrl-C or the first interrupt from a notebook saves the
+    last complete step and raises KeyboardInterrupt. A second interrupt ends the process.
 
     Args:
         config: a YAML file, the name of a configuration that ships with the package, or a dict of
