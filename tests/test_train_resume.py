@@ -107,7 +107,14 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     faults = tree.pop("faults")
     tree |= {former: faults[now.removeprefix("faults.")] for former, now in RENAMED.items()}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    done = train(*begun, "--resume", cwd=tmp_path, **{**ALONE, "run.steps": 3})
+    faster = {
+        "batch.micro_batch_tokens": 2048,
+        "model.head": "recompute",
+        "model.recompute": "full",
+        "performance.keep_graph": "false",
+        "rollout.max_batch": 7,
+    }
+    done = train(*begun, "--resume", cwd=tmp_path, **{**ALONE, **faster, "run.steps": 3})
     assert done.returncode == 0, done.stderr
     assert (
         "config.yaml is of an earlier format: limits is faults.requests now, restarts is"
@@ -281,12 +288,33 @@ def test_paths_are_compared_by_what_they_name(
         ("run.seed=77", False),
         ("optimizer.lr=0.77", False),
         ("rollout.max_new_tokens=7", False),
+        # what an error's advice changes: memory, speed, limits, servers
+        ("batch.micro_batch_tokens=77", True),
+        ("batch.prompts=77", False),
+        ("batch.packed=false", True),
+        ("model.recompute=full", True),
+        ("model.head=recompute", True),
+        ("model.dtype=bfloat16", False),
+        ("memory.device_gb=77", True),
+        ("performance.automatic=false", True),
+        ("agreement.mean=0.77", True),
+        ("reward.max_failure_rate=0.77", True),
+        ("reward.verifier=math", False),
+        ("rollout.engines=7", True),
+        ("rollout.prove_every=7", True),
+        ("rollout.staleness=1", False),
+        ("sglang.memory_fraction=0.77", True),
+        ("sglang.start_timeout_s=77", True),
+        ("sglang.dtype=float16", False),
+        ("sglang.seeds=true", False),
     ],
 )
-def test_what_is_done_when_something_fails_may_change_and_what_is_trained_may_not(
+def test_how_a_run_computes_may_change_and_what_is_trained_may_not(
     setting: str, free: bool
 ) -> None:
-    before, after = load_config(QUICKSTART, []), load_config(QUICKSTART, [setting])
+    served = ["rollout.engine=sglang"] if setting.startswith("sglang.") else []
+    before = load_config(QUICKSTART, served)
+    after = load_config(QUICKSTART, [*served, setting])
     if free:
         refuse_changes(before, after)
     else:

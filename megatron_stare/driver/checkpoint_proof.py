@@ -112,9 +112,15 @@ def canary_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 def layout_of(ranks: TrainerGroup, config: Config) -> str:
-    """Describes in words everything that affects the summation order: layout, threads and
+    """Describes in words everything that affects the summation order: layout, kernels, threads and
     devices."""
-    sizes = ", ".join(f"{name} {value}" for name, value in config.parallel.model_dump().items())
+    parts = {
+        **config.parallel.model_dump(),
+        **config.model.model_dump(include={"head", "head_chunk_tokens"}),
+        **config.batch.model_dump(include={"micro_batch_tokens", "packed"}),
+        **config.performance.model_dump(),
+    }
+    sizes = ", ".join(f"{name} {value}" for name, value in parts.items())
     return f"{sizes}; {config.runtime.trainer_threads} threads; {ranks.place()}"
 
 

@@ -30,21 +30,38 @@ from megatron_stare.run_dir.run_state import (
     step_of,
 )
 
-# settings that a resume may change; all others affect what is trained
+# settings that a resume may change: where and how fast a run computes, and when it gives up; all
+# others affect what is trained
 FREE_TO_CHANGE = (
     "run.",
     "parallel.",
+    "performance.",
+    "memory.",
+    "plan.",
+    "sglang.",
     "checkpoint.",
     "eval.",
     "observability.",
     "runtime.",
     "faults.",
+    "agreement.",
+    "model.recompute",  # and recompute_...
+    "model.head",  # and head_chunk_tokens
+    "model.reference_offload",
+    "batch.micro_batch_tokens",
+    "batch.packed",
     "reward.workers",
     "reward.timeout_s",
+    "reward.max_failure_rate",
     "rollout.threads",
-    "performance.share_prompts",
+    "rollout.engines",
+    "rollout.max_batch",
+    "rollout.prove_every",
+    "rollout.sync_bucket_mb",
+    "rollout.environment.sandbox_url",
+    "rollout.environment.sandbox_workers",
 )
-NOT_FREE = ("run.seed",)
+NOT_FREE = ("run.seed", "sglang.dtype", "sglang.seeds")
 # names of the digests of prompt inputs that are not files
 FIRST_PROMPT = "first prompt"
 CHAT_TEMPLATE = "chat template"
