@@ -1,5 +1,5 @@
-"""Keeps the directory of a run locked across sessions. After a recoverable loss, reopens the run
-from its newest checkpoint.
+"""Keeps the directory of a run locked across sessions. After the recoverable loss of a worker or an
+engine, reopens the run from its newest checkpoint.
 
 `train.py` uses this module. Only `_open_again` decides whether another session follows a failed
 session.
@@ -95,7 +95,7 @@ class HeldRun:
 
     @property
     def restarts(self) -> int:
-        """Number of times that the run has been reopened after a loss."""
+        """Number of times that the run was reopened after a process was lost."""
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
@@ -106,8 +106,8 @@ class HeldRun:
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """Returns the rule by which the next session waits for lost nodes. Returns None unless the
-        next session follows a loss of processes."""
+        """Returns the rule by which the next session waits for lost nodes. Returns None if the next
+        session does not follow the loss of a process."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -132,7 +132,7 @@ class HeldRun:
 
     def _open_again(self, error: Exception) -> Inputs:
         """Prepares the next session after a failed session. Reads the inputs of the next session.
-        After a loss, waits for the backoff time before reading the inputs.
+        If a worker or an engine was lost, waits for the backoff time before reading the inputs.
 
         Raises:
             Exception: the session's error, if the error is neither a rollback nor a recoverable

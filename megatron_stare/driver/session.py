@@ -425,7 +425,7 @@ class Session:
         self.monitor.progress(done, wanted)
 
     def _tell_news(self) -> None:
-        """Logs events of the engines, such as the loss of a server."""
+        """Logs events of the engines, such as a lost server."""
         for line in self.engines.news():
             self.monitor.note(line)
 

@@ -1,5 +1,5 @@
-"""Supervises a run (`train --supervise`). A parent process starts the driver of the run and
-restarts the driver after a loss.
+"""Supervises a run (`train --supervise`). A parent process starts the driver of the run, and
+restarts the driver if the driver is lost.
 
 A driver may be killed. For example, if Ray's control store is gone, Ray ends the driver from C++
 without running `finally` blocks or atexit handlers. The supervisor must survive the end of the
