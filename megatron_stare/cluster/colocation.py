@@ -119,9 +119,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager in which a checkpoint's save is started. Releases the servers' caches to
-        make room for the optimizer state. When the context ends, all data of the checkpoint has
-        been copied to host memory."""
+        """Context manager inside which the save of a checkpoint begins. Releases the servers'
+        caches to make room for the optimizer state. When the context ends, all data of the
+        checkpoint has been copied to host memory."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

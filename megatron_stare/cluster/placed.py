@@ -161,7 +161,8 @@ def _counted(number: int, what: str) -> str:
 
 
 def _spans(gpus: Sequence[str]) -> str:
-    """Formats consecutive GPUs as a range such as 0-3, and all other GPUs as a list of names."""
+    """Formats GPUs as a range such as 0-3 if they are consecutive, and as a list of names
+    otherwise."""
     if not all(gpu.isdigit() for gpu in gpus):
         return ",".join(gpus)
     numbers = [int(gpu) for gpu in gpus]

@@ -351,8 +351,9 @@ def get(
 
 
 def _turn(until: float) -> float:
-    """Returns the length of the next wait, in seconds. A wait is at most PROBE_S long, so that the
-    caller can check Ray's own processes. Ray does not report the death of these processes."""
+    """Returns the length of the next wait, in seconds. A wait is at most PROBE_S long. After a wait
+    without a result, the caller checks Ray's own processes, because Ray does not report their
+    death."""
     return min(max(until - time.monotonic(), 0.0), PROBE_S)
 
 
@@ -408,8 +409,8 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
 
 
 def start_ray(config: Config) -> None:
-    """Joins the cluster at `runtime.ray_address`. If this address is not set, starts Ray on this
-    machine only.
+    """Joins the cluster at `runtime.ray_address`. If `runtime.ray_address` is not set, starts Ray
+    on this machine only.
 
     Raises:
         UserError: Ray does not start, or the cluster does not answer.

@@ -1,4 +1,4 @@
-"""Tests that weights can get from the ranks to the servers, over the network or through the sync
+"""Tests whether weights can get from the ranks to the servers, over the network or through the sync
 folder. The tests run before ranks and servers are created."""
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
 
 
 def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
-    """Makes the first rank write a file to the folder. Then makes every rank and every server's
-    process check that it sees the file.
+    """Makes the first rank write a file to the folder. Then makes every rank and every server
+    process check whether the process sees the file.
 
     Raises:
         ConfigError: the first rank cannot write to the folder, or another process does not see the

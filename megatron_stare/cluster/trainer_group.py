@@ -366,8 +366,8 @@ class Runner(Protocol):
         ...
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """Returns an error that names the lost process which caused `error`, or None if no process
-        was lost."""
+        """Returns an error that names the lost process behind `error`, or None if no process was
+        lost."""
         ...
 
     def close(self) -> None: ...

@@ -171,10 +171,10 @@ def canary_sequences(
     lengths of up to `longest` tokens. All runs of a model with the same settings use the same
     sequences.
 
-    The sequences are made from a text that ships with the package. Only lines that the tokenizer
-    encodes and decodes without loss are used. Each sequence begins at a different line of the text.
-    If the tokenizer loses characters in every line, the sequences consist of random token ids from
-    a fixed seed.
+    The sequences are made from a text that ships with the package. Lines that the tokenizer cannot
+    encode and decode without loss are left out. Each sequence begins at a different line of the
+    text. If the tokenizer loses characters in every line, the sequences consist of random token ids
+    from a fixed seed.
 
     Args:
         vocab_size: vocabulary size of the model. A token id that is not below `vocab_size` would

@@ -11,9 +11,9 @@ numbers.
 If the layout, the number of threads, the kind of device, the libraries and the code of this package
 are unchanged, the log-probs must be bit-identical. A change of layout, threads, device, libraries
 or code may change the order in which numbers are summed, and torch.compile may change this order
-too. In float32, a different order may change a log-prob by at most LARGEST. In 16 bits, the mean
-change of the log-probs may reach the bound that also limits the mean difference between engine and
-trainer (rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
+too. In float32, a different summation order may change a log-prob by at most LARGEST. In 16 bits,
+the mean change of the log-probs may reach the bound that also limits the mean difference between
+engine and trainer (rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
 
 Shape legend: N is the number of response positions of the canary.
 """

@@ -57,7 +57,7 @@ METRICS = (
 
 class Checkpoints:
     """Checkpoints of a run. At most one checkpoint is being written at a time. The previous
-    checkpoint remains the newest one on disk until the new checkpoint is complete.
+    checkpoint remains the newest checkpoint on disk until the new checkpoint is complete.
 
     Args:
         note: receives one message if no step logs the metric `checkpoint.best_by`.
@@ -121,8 +121,8 @@ class Checkpoints:
                 self.finish(timeout_s)
 
     def look(self) -> None:
-        """Completes the checkpoint that is being written if all ranks have written their parts.
-        Raises UserError if a rank could not write its part."""
+        """Completes the checkpoint that is being written, if all ranks have finished writing their
+        parts. Raises UserError if a rank could not write its part."""
         if self._under_way is not None:
             with self._waited_for():
                 if self._ranks.saved():
@@ -178,9 +178,9 @@ class Checkpoints:
 
 
 def first_step_asked(checkpoint: Path) -> int:
-    """Returns the earliest step whose recorded tool calls a resume from the checkpoint may need.
-    This step is the checkpoint's own step, or the earlier step in which the oldest response in
-    flight began. Raises DataError if the checkpoint's state cannot be read."""
+    """Returns the earliest step with recorded tool calls that a resume from the checkpoint may
+    need. This step is the checkpoint's own step, or the earlier step in which the oldest response
+    in flight began. Raises DataError if the checkpoint's state cannot be read."""
     kept = from_bytes(RunState.read(checkpoint).kept)
     begun = [response.step for group in kept for response in group]
     return min([step_of(checkpoint), *begun])
@@ -191,8 +191,8 @@ class Retention:
     """Rule that decides which checkpoints are kept.
 
     `newest`: number of newest checkpoints to keep. At least one checkpoint is always kept.
-    `every`: checkpoints of steps divisible by `every` are kept. None: no checkpoint is kept because
-        of its step number.
+    `every`: checkpoints of steps divisible by `every` are kept. If `every` is None, this rule is
+        off.
     `best`: number of checkpoints to keep because they have the best scores.
     `higher`: True if higher scores are better.
     """

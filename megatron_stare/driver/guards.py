@@ -176,8 +176,8 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True if a guard that fired at the last step ends the run or rolls the run back. In this
-        case, the state after the last step must not be saved."""
+        """True if a guard that fired at the last step ends the run or rolls the run back. If `ends`
+        is True, the state after the last step must not be saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
@@ -229,7 +229,8 @@ def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
 
 @dataclass(frozen=True)
 class GuardedResponse:
-    """One response of a guarded batch. Each tensor is [n], with one number per response token.
+    """One response in the batch of a bad step. Each tensor is [n], with one number per response
+    token.
 
     `log_probs`: the trainer's log-probs before the step's updates, nats. A token's log-prob is NaN
         if its loss mask is 0, or if the trainer computed NaN.

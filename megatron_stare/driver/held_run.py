@@ -99,9 +99,9 @@ class HeldRun:
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """Records that a session is fully open. The session has set aside the checkpoints after
-        `from_step`, so `opened` clears `from_step`. The next session then resumes from the newest
-        checkpoint."""
+        """Records that a session is fully open. The session has renamed the checkpoints of all
+        steps after `from_step`, so `opened` clears `from_step`. The next session then resumes from
+        the newest checkpoint."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 
@@ -163,8 +163,8 @@ class HeldRun:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
         Before any session has been fully opened, only the death of a worker process counts as a
-        recoverable loss. Other failures during the first opening are more likely caused by the
-        configuration.
+        recoverable loss. Any other failure while the first session opens is more likely caused by
+        the configuration.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)

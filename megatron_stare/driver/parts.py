@@ -132,7 +132,7 @@ class GuardedSteps(Part):
         self.guards, self._state, self._dir, self._note = guards, state, run_dir, note
 
     def after_step(self) -> None:
-        """Acts on the guards that fired.
+        """Carries out the actions of the guards that fired.
 
         Raises:
             RollBack: the run must continue from its newest checkpoint and leave out the prompts of
@@ -244,8 +244,8 @@ class Saves(Part):
 
 
 class HeldOut(Part):
-    """Evaluates the newest weights on held-out problems before, during and after training. At each
-    step that is due, every evaluation runs only once.
+    """Evaluates the newest weights on held-out problems before, during and after training. An
+    evaluation that is already recorded for a step does not run again at this step.
 
     Args:
         evaluations: the tasks with their problems.

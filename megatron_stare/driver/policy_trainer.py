@@ -122,8 +122,9 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk. Writes nothing if the folder already contains batches of
-        `faults.guards.dumps` other steps. Ignores write errors, such as a full disk.
+        """Writes the batch to disk. Writes nothing if the number of other steps whose batches are
+        already on disk has reached `faults.guards.dumps`. Ignores write errors, such as a full
+        disk.
 
         Args:
             by_rank: if true, also write the non-finite values that every rank finds.

@@ -58,9 +58,9 @@ _FILES = (  # tokenizer files
 
 
 def find_run(config: Config) -> Path:
-    """Returns the directory of the run to resume. Returns run.dir if it is set. Otherwise returns
-    the newest run with this name under runs/ that has finished a step. If no run has finished a
-    step, returns the newest run with this name.
+    """Returns the directory of the run to resume. Returns run.dir if it is set. If run.dir is not
+    set, returns the newest run under runs/ that has the configured name and has finished a step. If
+    no run has finished a step, returns the newest run with the configured name.
 
     Raises:
         UserError: there is no run to resume.

@@ -225,8 +225,8 @@ class _Supervisor:
 def _is_lost(code: int) -> bool:
     """Tells whether a driver with this return code was lost and must be restarted.
 
-    A driver counts as lost if it was killed by a signal other than SIGINT and SIGTERM (an abort is
-    also a signal), or if it ended with an error that is not a UserError.
+    A driver counts as lost if it was killed by a signal other than SIGINT and SIGTERM, or if it
+    ended with an error that is not a UserError. An abort counts as a signal.
     """
     return -code not in ENDING if code < 0 else code == 1
 

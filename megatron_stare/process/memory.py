@@ -55,8 +55,8 @@ def take_peak_bytes() -> int | None:
 
 
 def device_used_bytes() -> int | None:
-    """Returns how many bytes of this rank's GPU all processes together now use, or None if there is
-    no GPU."""
+    """Returns the memory that all processes together now use on this rank's GPU, in bytes. Returns
+    None if there is no GPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -139,5 +139,6 @@ class SharedMappings:
         self._bounds = [(int(first, 16), int(end, 16)) for first, end in bounds]
 
     def overlap(self, address: int, nbytes: int) -> bool:
-        """Returns True if any of the `nbytes` bytes from `address` is shared."""
+        """Returns True if a shared mapping contains at least one of the `nbytes` bytes that start
+        at `address`."""
         return any(address < end and first < address + nbytes for first, end in self._bounds)

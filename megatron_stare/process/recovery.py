@@ -40,10 +40,11 @@ class RecoveryRule:
 class Attempts:
     """Counts the restarts of one run within one process.
 
-    At most `attempts` restarts may count at the same time. A restart stops counting when the run is
-    `window_steps` steps beyond the furthest step that the run had reached before this restart.
-    Repeated steps are not progress. If a run always dies before its next checkpoint, the run only
-    repeats steps, so all its restarts count and the run is given up after `attempts` restarts.
+    A run may restart only while fewer than `attempts` of its earlier restarts count. A restart
+    stops counting when the run is `window_steps` steps beyond the furthest step that the run had
+    reached before this restart. Repeated steps are not progress. If a run always dies before its
+    next checkpoint, the run only repeats steps, so all its restarts count and the run is given up
+    after `attempts` restarts.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:

@@ -31,9 +31,9 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns the path of a config. A relative `path` starts at the folder `beside`. If there is no
-    file at this place, but a shipped config has the path `path`, returns the shipped config. The
-    path of a shipped config may omit the leading `configs/`."""
+    """Returns the path of a config. A relative `path` is relative to the folder `beside`. If the
+    folder `beside` contains no file `path`, but there is a shipped config `path`, returns the
+    shipped config. The path of a shipped config may omit the leading `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()

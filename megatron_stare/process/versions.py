@@ -94,10 +94,10 @@ def _cpu_info() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Returns the date, the host and the code version with which a run's numbers are computed.
+    """Returns the date, the host, and the version of the code that computes a run's numbers.
 
-    The keys are `date` (local time with its offset, ISO 8601), `host`, `version`, and in a git
-    checkout `commit`. The value of `commit` ends in `+changes` if tracked files differ from the
+    The keys are `date` (local time with its offset, ISO 8601), `host`, `version` and, in a git
+    checkout, `commit`. The value of `commit` ends in `+changes` if tracked files differ from the
     commit.
     """
     found = {

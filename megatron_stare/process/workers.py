@@ -52,7 +52,7 @@ class Workers(ABC):
         block the event loop.
 
         Returns the result, or raises the worker's own error. Raises WorkerLostError if the worker
-        died or the call exceeded the time limit of one call.
+        died or if the call took longer than the time limit of a call.
         """
 
     @abstractmethod

@@ -21,10 +21,10 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One problem to be answered.
 
-    `cursor` counts the prompts drawn since the run began. Every cursor is unique in a run, and
-    every batch is ordered by cursor. Prompts with the same non-empty `problem` are rewordings of
-    one problem. Two prompts with an empty `problem` are the same problem only if their texts and
-    answers are equal.
+    `cursor` is the number of prompts that the run drew before this prompt. Every cursor is unique
+    in a run, and every batch is ordered by cursor. Prompts with the same non-empty `problem` are
+    rewordings of one problem. Two prompts with an empty `problem` are the same problem only if
+    their texts and answers are equal.
     """
 
     cursor: int

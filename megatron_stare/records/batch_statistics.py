@@ -1,4 +1,4 @@
-"""Defines how a method requests statistics of the whole batch, and the answers to these requests.
+"""Defines a method's requests for statistics of the whole batch, and the answers to these requests.
 Torch is the only library that this module imports.
 
 A method names its requests. `ops/statistics_executor.py` computes the answers over the right
@@ -40,10 +40,10 @@ class Quantile:
     quantile is NaN if no position is in `mask`.
 
     The quantile is at position (n - 1) q of the n sorted values. If this position is between two
-    values, `interpolation` applies, with the same meaning as in numpy. The interpolation 'nearest'
-    rounds a position halfway between two values to the even position. Callers must convert `x` to
-    float32 before they compare `x` with the quantile. Without the conversion, the value at the
-    quantile's own position may be smaller than the quantile.
+    values, `interpolation` determines the quantile in the same way as in numpy. The interpolation
+    'nearest' rounds a position halfway between two values to the even position. Callers must
+    convert `x` to float32 before they compare `x` with the quantile. Without the conversion, the
+    value at the quantile's own position may be smaller than the quantile.
     """
 
     x: Tensor  # [N]

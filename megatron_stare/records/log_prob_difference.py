@@ -38,7 +38,8 @@ class LogProbDifference:
     """Summary of the differences "log-prob of the engine minus log-prob of the trainer", in nats,
     over all tokens in a batch's loss mask.
 
-    `everywhere`: differences of all tokens. A token that no rank compared counts as NaN.
+    `everywhere`: differences of all tokens. A token that no rank compared counts as a NaN
+        difference.
     `lowest`: the smallest signed difference; NaN if any difference is NaN.
     `quantiles`: quantiles of the absolute differences, by name.
     `from_position`: differences for each range of positions. The key is the first position of the

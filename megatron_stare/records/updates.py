@@ -139,8 +139,8 @@ def skipped_after(
 ) -> int:
     """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
     is the number of consecutive non-finite updates before the training step. Empty mini-batches and
-    overflows do not change the number. An empty mini-batch has no gradient, and an overflow only
-    requires a smaller loss scale.
+    overflows neither increase nor reset this number. An empty mini-batch has no gradient, and an
+    overflow only requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.
