@@ -1,4 +1,5 @@
-"""Moves the trainer and the servers on and off shared devices, which may be too small for both.
+"""Moves the trainer and the servers on and off the devices that they share. The shared devices may
+be too small to hold both at the same time.
 
     phase          trainer memory                          server memory
     start          nothing, then everything                everything, then nothing
@@ -8,10 +9,11 @@
     sync           parameters                              weights, then the cache for the canary
     checkpoint     parameters, optimizer                   weights
 
-Optimizer state and KV cache are never on a device at the same time. A rank loads the parts that a
-call needs (Trainer.onload). This module decides when the trainer offloads, what the servers hold in
-memory, and when a lost server may restart. A lost server restarts only in the phases rollout and
-eval, because a server sizes its cache by the free memory.
+Optimizer state and KV cache are never on a device at the same time. For each call, a rank loads
+those parts of the trainer that the call needs (Trainer.onload). This module decides when the
+trainer offloads, what the servers hold in memory, and when a lost server may restart. A lost server
+restarts only in the phases rollout and eval, because a starting server sizes its cache by the free
+device memory.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def in_order(
 ) -> tuple[TrainerGroup, EnginePool]:
     """Starts trainer and engines.
 
-    Colocated servers start first and release their memory before the trainer is built, because a
-    server sizes its cache by the free memory.
+    Colocated servers start before the trainer is built, because a starting server sizes its cache
+    by the free device memory. The servers then release their memory to make room for the trainer.
     """
     if not config.sglang.colocated:
         ranks = trainers()
@@ -68,9 +70,8 @@ def in_order(
 
 
 class Colocation:
-    """Moves the trainer and the servers on and off the shared devices. Expects the trainer and the
-    servers in the state in which `in_order` returns them. Does nothing without
-    `sglang.colocated`."""
+    """Moves the trainer and the servers on and off the shared devices. Expects that `in_order` has
+    started the trainer and the servers. Does nothing without `sglang.colocated`."""
 
     def __init__(self, config: Config, ranks: TrainerGroup, engines: EnginePool) -> None:
         self._on = config.sglang.colocated
@@ -96,9 +97,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
-        """Context manager around a weight sync. Restores the servers' weights before the sync and
-        the servers' cache after the sync. Offloads the trainer except for the parameters, which the
-        canary needs next."""
+        """Context manager around a weight sync. Restores the memory of the servers' weights before
+        the sync, and the memory of the servers' caches after the sync. Offloads all parts of the
+        trainer except the parameters, which the canary needs."""
         if not self._on:
             yield
             return
@@ -118,9 +119,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager around the start of saving a checkpoint. Releases the servers' caches to
-        make room for the optimizer state. When the context ends, all data to write is in host
-        memory."""
+        """Context manager inside which the save of a checkpoint begins. Releases the servers'
+        caches to make room for the optimizer state. When the context ends, all data of the
+        checkpoint has been copied to host memory."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

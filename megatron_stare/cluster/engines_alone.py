@@ -27,12 +27,12 @@ class EnginesAlone(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of engines. The list is empty if no placement was
-        planned."""
+        """Returns the placement of the engines as lines of text. The list is empty if no placement
+        was planned."""
         ...
 
     def share(self, value: Any) -> Handle:
-        """Stores a value once for all engines and returns a handle of it."""
+        """Stores one copy of a value for all engines, and returns a handle to this copy."""
         ...
 
     def close(self) -> None: ...
@@ -58,8 +58,8 @@ def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> Engine
 
 
 class FolderWeights(WeightStream):
-    """Weight stream that reads a folder bucket by bucket and sends from this process. A stream
-    serves one weight update.
+    """Weight stream that reads the weights from a folder and sends them from this process, bucket
+    by bucket. One FolderWeights object serves one weight update.
 
     Args:
         folder: the folder to read, which is checked against `shape` tensor by tensor.
@@ -87,7 +87,7 @@ class FolderWeights(WeightStream):
         self._sender: Sender | None = None
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """See WeightStream. This process fills every bucket alone, so a bucket needs no call to
+        """See WeightStream. This process fills every bucket by itself, so no bucket needs a call to
         another process."""
         for bucket in self._read():
             self._checksums |= (
@@ -102,7 +102,7 @@ class FolderWeights(WeightStream):
         return self._checksums
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Does nothing, since files are read while they are sent."""
+        """Does nothing, because the stream reads the files only while it sends the weights."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """See WeightStream. This process is the only sender."""
@@ -134,8 +134,8 @@ class FolderWeights(WeightStream):
 def _laid_out(
     sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int
 ) -> tuple[BucketLayout, ...]:
-    """Packs tensors in order into buckets of at most `bucket_bytes`. A tensor above the limit gets
-    its own bucket."""
+    """Packs tensors in order into buckets of at most `bucket_bytes`. A tensor larger than
+    `bucket_bytes` gets its own bucket."""
     parts: list[list[Slot]] = [[]]
     for name, size in sizes.items():
         start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0

@@ -111,8 +111,8 @@ def _engines(config: Config) -> str:
 
 
 class InlineRunner:
-    """Runs one rank and all engines in this process. Preflight refuses every layout with more than
-    one rank.
+    """Runs one rank and all engines in this process. For this runner, preflight refuses every
+    layout with more than one rank.
 
     Args:
         tell: a function that is called with a line of text before each start that takes seconds.

@@ -1,5 +1,5 @@
-"""Orders the ranks by the nodes and GPUs that their processes actually have. Checks the nodes and
-GPUs of all processes against the plan, and formats the placement as a table."""
+"""Orders the ranks by the nodes and GPUs on which their processes actually run. Checks the nodes
+and GPUs of all processes against the plan, and formats the placement as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_stare.planning.placement import Node, PlacementError, Plan
 
 @dataclass(frozen=True)
 class Spot:
-    """Node and GPUs that a process reports for itself."""
+    """Node and GPUs of a process, as the process itself reports them."""
 
     node: str  # id
     # GPUs in the process's CUDA_VISIBLE_DEVICES; None: simulated GPUs
@@ -20,9 +20,9 @@ class Spot:
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Returns, for each rank, the index in `spots` of the process that becomes the rank. The ranks
-    follow the plan's order of nodes. On each node, the ranks are ordered by the GPU index of each
-    rank's process.
+    """Decides which process becomes which rank. Returns, for each rank, the index of the rank's
+    process in `spots`. The ranks are numbered node by node, in the plan's order of nodes. On each
+    node, the ranks are numbered in the order of their processes' GPU indices.
 
     Args:
         spots: the nodes and GPUs of the processes, in the order in which the processes were
@@ -41,7 +41,8 @@ def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
 
 
 def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
-    """Checks the actual nodes and GPUs of the ranks, in rank order, against the plan.
+    """Checks that the ranks run on the nodes and GPUs of the plan. The entries of `ranks` are in
+    rank order.
 
     Raises:
         PlacementError: a rank is not on its planned node, or does not see exactly one GPU of its
@@ -53,7 +54,8 @@ def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
 
 
 def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
-    """Checks the actual nodes and GPUs of replica parts, in order, against the plan.
+    """Checks that the replica parts run on the nodes and GPUs of the plan. The entries of
+    `replicas` are in the order of the plan's parts.
 
     Raises:
         PlacementError: a part is not on its planned node, or does not see its GPUs. If replicas
@@ -74,7 +76,8 @@ def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) 
 
 
 def _named(plan: Plan, part: int) -> str:
-    """Returns a replica's number, with the part's number if the replica is on several nodes."""
+    """Returns the number of the part's replica as text. If the replica is on several nodes, the
+    text also contains the part's number."""
     replica, node = divmod(part, plan.demand.replica_nodes)
     return (
         str(replica)
@@ -99,8 +102,9 @@ def _check_spot(
 
 
 def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
-    """Returns the CUDA_VISIBLE_DEVICES of a replica part that shares the ranks' GPUs. Returns {}
-    for a part with its own GPUs, since Ray sets the CUDA_VISIBLE_DEVICES of such a part."""
+    """Returns the environment variable CUDA_VISIBLE_DEVICES for a replica part that shares the
+    ranks' GPUs. Returns {} for a part with its own GPUs, because Ray sets CUDA_VISIBLE_DEVICES for
+    this part."""
     gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
@@ -119,8 +123,8 @@ def _elsewhere(what: str) -> PlacementError:
 
 
 def table(plan: Plan, ranks: Sequence[Spot] = (), replicas: Sequence[Spot] = ()) -> list[str]:
-    """Returns the plan as lines, one per node, with GPU indices if `ranks` and `replicas` are
-    given."""
+    """Formats the plan as a table with one line for each node. The lines contain GPU indices if
+    `ranks` and `replicas` are given."""
     rows = [("node", "GPUs free", "trainer ranks", "engines")]
     for node in plan.nodes:
         own = plan.ranks_on(node)
@@ -157,7 +161,8 @@ def _counted(number: int, what: str) -> str:
 
 
 def _spans(gpus: Sequence[str]) -> str:
-    """Returns GPUs as a range such as 0-3, or else as a list of names."""
+    """Formats GPUs as a range such as 0-3 if they are consecutive, and as a list of names
+    otherwise."""
     if not all(gpu.isdigit() for gpu in gpus):
         return ",".join(gpus)
     numbers = [int(gpu) for gpu in gpus]

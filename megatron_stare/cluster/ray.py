@@ -1,5 +1,5 @@
-"""Starts or joins Ray, runs workers in Ray actors, and reserves GPUs on the cluster's nodes. This
-is the only file that imports ray. ray_runner.py chooses the workers."""
+"""Starts or joins Ray, runs workers in Ray actors, and reserves GPUs on the cluster's nodes. No
+other file imports ray. The file ray_runner.py chooses the workers."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ _joined: Listener | None = None  # the control store of the cluster that was joi
 
 
 def node_address(interface: str | None) -> str:
-    """Returns this node's address on the interface. If `interface` is None, returns the node's
-    address in Ray.
+    """Returns this node's address on the network interface. If `interface` is None, returns the
+    address that Ray uses for this node.
 
     Raises:
         ConfigError: the interface does not exist.
@@ -83,8 +83,9 @@ def node_address(interface: str | None) -> str:
 
 
 def server_address(config: Config) -> str:
-    """Returns the address at which the run's processes reach servers on this node. The address is
-    loopback if the run started Ray, since the whole run is then on one machine."""
+    """Returns the address at which the run's processes reach servers on this node. If the run
+    itself started Ray, the address is the loopback address, because the whole run is then on one
+    machine."""
     return node_address(config.runtime.interface) if config.runtime.ray_address else LOOPBACK
 
 
@@ -102,9 +103,9 @@ class Actor:
         self._beats = CallBeats(None, "")
 
     def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
-        """Makes the worker from pickled arguments. The actor unpickles the arguments, because Ray
-        would lose the message of an unpickling error. Unpickling fails, for example, if a user's
-        method is missing on this node."""
+        """Makes the worker from pickled arguments. The actor itself unpickles the arguments,
+        because Ray would lose the message of an unpickling error. Unpickling fails, for example, if
+        a user's method is missing on this node."""
         keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
@@ -116,7 +117,7 @@ class Actor:
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
         """Returns a free host:port on this node for the ranks' rendezvous. The port stays bound
-        until this actor's worker listens at the port.
+        until this actor's worker listens on the port.
 
         Args:
             interface: the network interface of the address. If `interface` is None, the address is
@@ -134,7 +135,7 @@ class Actor:
         return node_address(interface)
 
     def open_door(self, interface: str | None, host: str | None) -> Door:
-        """Opens a listening port at the address of this node's future server. See
+        """Opens a port at the address at which this node's server will later listen. See
         `routes.require_reach`.
 
         Raises:
@@ -199,7 +200,7 @@ class Actor:
 
 class RayPeers(Workers):
     """Workers that another worker may call but does not own. The process that started the workers
-    ends the workers."""
+    also ends the workers."""
 
     def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
         self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
@@ -233,7 +234,7 @@ class RayPeers(Workers):
         return ray.put(value)
 
     def close(self) -> None:
-        """Does nothing, since the process that started the workers ends the workers."""
+        """Does nothing, because the process that started the workers ends the workers."""
 
 
 class RayWorkers(RayPeers):
@@ -253,12 +254,12 @@ class RayWorkers(RayPeers):
         self._closed = False
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
-        """Starts a call of one of `Actor`'s own methods on all actors. The call does not go to the
-        workers that the actors host."""
+        """Starts a call on every actor. The call runs the method `name` of the class `Actor`, not a
+        method of the hosted worker."""
         return [getattr(actor, name).remote(*args) for actor in self._actors]
 
     def renumber(self, order: Sequence[int]) -> None:
-        """Renumbers the actors, so that actor order[i] hosts worker i."""
+        """Renumbers the actors. The actor that had the number order[i] gets the number i."""
         self._actors = [self._actors[number] for number in order]
         self._makers = [self._makers[number] for number in order]
 
@@ -268,11 +269,12 @@ class RayWorkers(RayPeers):
         return next((number for number, state in states if state == ActorTableData.DEAD), None)
 
     def peers(self, numbers: Sequence[int]) -> RayPeers:
-        """Returns some of the workers, for use by another worker."""
+        """Returns the workers with the given numbers, so that another worker can call these
+        workers."""
         return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Makes the worker of every actor from the actor's arguments."""
+        """Makes one worker in every actor, from the actor's entry in `arguments`."""
         self._built = [
             (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
         ]
@@ -304,7 +306,7 @@ class RayWorkers(RayPeers):
 
 def _end(actors: Sequence[Any], limit_s: float) -> None:
     """Closes the actors' workers within `limit_s`, then kills the actors. Does nothing if Ray has
-    died, since calls to Ray would then hang; see `leave_ray`."""
+    died, because calls to a dead Ray would hang; see `leave_ray`."""
     if ended(_own_node()) is not None or (
         _joined is not None and _joined.missing(PROBE_S) is not None
     ):
@@ -349,8 +351,9 @@ def get(
 
 
 def _turn(until: float) -> float:
-    """Returns the length of the next wait, seconds. A wait is at most PROBE_S long, because Ray
-    does not report the death of its own processes."""
+    """Returns the length of the next wait, in seconds. A wait is at most PROBE_S long. After a wait
+    without a result, the caller checks Ray's own processes, because Ray does not report their
+    death."""
     return min(max(until - time.monotonic(), 0.0), PROBE_S)
 
 
@@ -373,7 +376,8 @@ def _require_time(until: float) -> None:
 
 @contextlib.contextmanager
 def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
-    """Converts Ray's errors into the worker's UserError, or into a WorkerLostError."""
+    """Converts an error of Ray into the UserError that the worker raised, or into a
+    WorkerLostError."""
     try:
         yield
     except RayTaskError as error:
@@ -405,7 +409,8 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
 
 
 def start_ray(config: Config) -> None:
-    """Joins the cluster in runtime.ray_address, or starts Ray for this machine only.
+    """Joins the cluster at `runtime.ray_address`. If `runtime.ray_address` is not set, starts Ray
+    on this machine only.
 
     Raises:
         UserError: Ray does not start, or the cluster does not answer.
@@ -460,8 +465,8 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
 
 
 def cluster_nodes(resource: str) -> list[Node]:
-    """Returns every node known to the cluster, including lost nodes, with the node's total and free
-    GPUs."""
+    """Returns all nodes that the cluster knows, including lost nodes. Each Node contains the
+    numbers of the node's total and free GPUs."""
     free = available_resources_per_node()
     return [
         Node(
@@ -476,8 +481,8 @@ def cluster_nodes(resource: str) -> list[Node]:
 
 
 def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
-    """Starts an actor on every live node, without resources and without a worker. Returns the
-    addresses of the nodes and the actors."""
+    """Starts one actor on every live node. The actors take no resources and host no workers.
+    Returns the nodes' addresses, and the actors."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     spots = [
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}
@@ -495,7 +500,8 @@ def leave_ray() -> None:
 
 
 def _own_node() -> Any:
-    """Returns Ray's record of the processes that Ray started on this machine, or None."""
+    """Returns Ray's record of the processes that Ray started on this machine, or None if Ray has no
+    such record."""
     return ray._private.worker._global_node
 
 
@@ -507,8 +513,8 @@ def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> Worker
 
 
 class Reservation:
-    """Reservation of a plan's GPUs in a placement group. The ranks of each node have one bundle,
-    and each replica part with its own GPUs has one bundle.
+    """Reservation of a plan's GPUs in a placement group. The placement group has one bundle for the
+    ranks of each node, and one bundle for each replica part with its own GPUs.
 
     Args:
         wait_s: the longest wait until the cluster has reserved the GPUs, seconds.
@@ -549,7 +555,7 @@ class Reservation:
 
     def part(self, number: int) -> dict[str, Any]:
         """Returns Ray's options for the actor that hosts a replica's part on one node. An actor on
-        shared GPUs takes no resources, since the ranks hold the GPUs."""
+        shared GPUs takes no resources, because the ranks have already taken the GPUs."""
         if self.plan.demand.shared:
             return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
         return {

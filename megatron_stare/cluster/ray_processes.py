@@ -50,9 +50,9 @@ def half_started(error: BaseException) -> Any:
 
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
-    """Context manager around a shutdown of Ray. Ray does not end its workers if an essential
-    process of Ray had ended before the shutdown. If an essential process had ended, kills the
-    workers that do not end within LEFT_S after the shutdown."""
+    """Context manager around a shutdown of Ray. If an essential Ray process ended before the
+    shutdown, Ray does not end its workers. After such a shutdown, the context manager kills all
+    workers that are still alive after LEFT_S seconds."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -82,8 +82,8 @@ def undo(half: Any) -> None:
 def loss_behind(
     error: Exception, node: Any, died: Callable[[], int | None], what: str
 ) -> WorkerLostError | None:
-    """Returns the process loss that caused an error. Returns None if no process was lost, or if the
-    error already is a WorkerLostError.
+    """Checks whether a lost process caused an error, and returns a WorkerLostError that names the
+    lost process. Returns None if no process was lost, or if the error already is a WorkerLostError.
 
     Args:
         died: a function that returns the number of a worker that Ray knows to be dead, or None.
@@ -120,10 +120,10 @@ def _agent_of(process: psutil.Process) -> int | None:
 def own_group() -> Iterator[None]:
     """Context manager in which new processes are started in a separate process group.
 
-    A shell or `timeout` signals a whole process group. A signal to Ray's processes would end the
-    processes at once, together with the ranks that must save the last step. A process that leads
-    its session cannot change its group. If this process leads its session, new processes stay in
-    its group.
+    A shell or `timeout` signals a whole process group. A signal would immediately end Ray's
+    processes, and with them the ranks, which must first save the last step. A process that leads
+    its session cannot change its group. If this process leads its session, new processes therefore
+    stay in this process's group.
     """
     mine = os.getpgrp()
     # keeps the new process group alive

@@ -71,14 +71,14 @@ def hosted_engine(
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes the part of a replica on a node other than the replica's first node. Runs inside an
-    actor."""
+    """Makes one part of a replica, on any of the replica's nodes except the first node. Runs inside
+    an actor."""
     return make_part(config, number, node, server_address(config))
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
-    """Plans the placement of ranks and replicas on the joined cluster. Returns None if the cluster
-    has no GPUs; Ray may then place actors on any node.
+    """Plans the placement of ranks and replicas on the joined cluster. If the cluster has no GPUs,
+    returns None, and Ray may place the actors on any node.
 
     Args:
         wait_s: the longest wait for GPUs that other runs hold, seconds. The GPUs of a run that has
@@ -211,11 +211,11 @@ class RayRunner:
             raise
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """See Runner. Only ranks are checked, since the loss of an engine raises its own error."""
+        """See Runner. Checks only the ranks, because a lost engine raises its own error."""
         return find_lost(error, self._ranks, "trainer rank")
 
     def notes(self) -> list[str]:
-        """Returns the placement of ranks and engines, as lines."""
+        """Returns the placement of ranks and engines as lines of text."""
         return self._table
 
     def engines_beside(self, config: Config) -> EnginePool:
@@ -236,9 +236,9 @@ class RayRunner:
         return pool
 
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
-        """Starts the actors of the ranks, then the actors of the replicas' first nodes, and then
-        the actors of the replicas' further nodes. Checks that the actors are on the planned nodes
-        and GPUs."""
+        """Starts actors in three groups: first for the ranks, then for each replica's first node,
+        and last for each replica's other nodes. Checks that the actors are on the planned nodes and
+        GPUs."""
         settings = shared_environment(config)
         reserved, nodes = self._reserved, replica_nodes(config)
         parts = range(replica_count(config) * nodes)
@@ -287,7 +287,7 @@ class RayRunner:
         return ranks, replicas, others
 
     def _require_routes(self, config: Config) -> None:
-        """Tests all routes of weights from ranks to servers before any worker is made.
+        """Tests every route by which ranks will send weights to servers, before any worker is made.
 
         Raises:
             UserError: a rank cannot reach a server, or a node does not see the sync folder.
@@ -301,7 +301,7 @@ class RayRunner:
             require_folder(route.folder, self._ranks, [self._replicas, self._others])
 
     def _start(self, *arguments: Any) -> RayWorkers:
-        """See start_actors. The actors end with this runner."""
+        """See start_actors. The runner ends the actors when the runner is closed."""
         self._started.append(workers := start_actors(*arguments))
         return workers
 
@@ -323,7 +323,7 @@ class RayRunner:
         return pool
 
     def _engines(self, config: Config) -> Workers:
-        """Makes a worker for each replica. A replica's worker calls the workers on the replica's
+        """Makes a worker for each replica. A replica's worker can call the workers on the replica's
         other nodes."""
         replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
         if len(replicas):
@@ -359,7 +359,7 @@ class RayRunner:
 
 
 class RayEngines:
-    """Starts or joins Ray and places only engines. Takes no GPUs for a trainer.
+    """Starts or joins Ray and places only engines. Reserves no GPUs for a trainer.
 
     Args:
         config: the configuration. Servers that take GPUs are the only processes on these GPUs.
@@ -399,11 +399,11 @@ class RayEngines:
             raise
 
     def notes(self) -> list[str]:
-        """Returns the placement of the engines, as lines."""
+        """Returns the placement of the engines as lines of text."""
         return self._table
 
     def share(self, value: Any) -> Handle:
-        """Stores a value once for all engines and returns a handle of it."""
+        """Stores one copy of a value for all engines, and returns a handle to this copy."""
         assert self._started is not None
         return self._started.share(value)
 

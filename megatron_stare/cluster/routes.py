@@ -1,5 +1,5 @@
-"""Tests the network routes of weights from ranks to servers, and the sync folder, before ranks and
-servers are created."""
+"""Tests whether weights can get from the ranks to the servers, over the network or through the sync
+folder. The tests run before ranks and servers are created."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TRY_S = 10.0  # timeout of a connection within the cluster
 
 @dataclass(frozen=True)
 class Door:
-    """A listening port on the node of a future server.
+    """A listening port on a node where a server will later run.
 
-    node: name of the node.
-    id: the id of the node in the cluster.
-    address: host:port.
+    `node`: name of the node.
+    `id`: the id of the node in the cluster.
+    `address`: host:port.
     """
 
     node: str
@@ -28,8 +28,8 @@ class Door:
     address: str
 
     def missing(self, id: str) -> str | None:
-        """Returns the reason why this process, on node `id`, cannot connect to the port. Returns
-        None if this process can connect."""
+        """Returns the reason why this process cannot connect to the port, or None if this process
+        can connect. `id` is the id of the node on which this process runs."""
         if id != self.id and self.address.startswith(f"{LOOPBACK.partition('.')[0]}."):
             return f"it is the loopback of {self.node}"
         reason = Listener(self.address, LOOPBACK).missing(TRY_S)
@@ -40,9 +40,9 @@ class Door:
 class Tried:
     """Result of a rank's connection tests.
 
-    node: name of the rank's node.
-    unreached: the servers that the rank cannot reach. The dict maps the number of each unreachable
-        server to the reason.
+    `node`: name of the rank's node.
+    `unreached`: the servers that the rank cannot reach. The dict maps the number of each
+        unreachable server to the reason.
     """
 
     node: str
@@ -61,7 +61,7 @@ class Hosts(Protocol):
 
 
 def require_reach(ranks: Hosts, servers: Hosts, interface: str | None, host: str | None) -> None:
-    """Has every rank connect to a test port at each server's address.
+    """Makes every rank connect to a test port at each server's address.
 
     Args:
         interface, host: `runtime.interface` and `sglang.host`.
@@ -103,8 +103,8 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
 
 
 def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
-    """Has the first rank write a file to the folder, and all other processes check that they see
-    the file.
+    """Makes the first rank write a file to the folder. Then makes every rank and every server
+    process check whether the process sees the file.
 
     Raises:
         ConfigError: the first rank cannot write to the folder, or another process does not see the

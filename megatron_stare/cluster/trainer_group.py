@@ -48,13 +48,14 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 
 @dataclass(frozen=True)
 class StateProof:
-    """Numbers that characterise the state of all ranks together. Two states that are equal yield
-    the same numbers.
+    """Numbers that characterise the state of all ranks together. Two equal states yield the same
+    numbers.
 
-    log_probs: for each policy's name, the log-probs of a canary batch in canonical order, [N],
-        nats.
-    sums: for each whole tensor's name, the sum of absolute values and the sum of squares.
-    counts: for each step counter's name, the count.
+    `log_probs`: maps the name of each policy to its log-probs of a canary batch, [N] in canonical
+        order, nats.
+    `sums`: maps the name of each whole tensor to the sum of its absolute values and the sum of its
+        squares.
+    `counts`: maps the name of each step counter to its count.
     """
 
     log_probs: Mapping[str, Sequence[float]]
@@ -79,7 +80,8 @@ class TrainerGroup:
         return self._workers.wait([self._workers.start_on(0, "notes")])[0]
 
     def compute_log_probs(self, batch: RolloutBatch) -> None:
-        """Computes log-probs and entropies of every response token before the batch's updates.
+        """Computes the log-prob and the entropy of every response token, before the batch's
+        updates.
 
         The batch's updates use the same micro-batch plan as this log-prob pass.
         """
@@ -99,8 +101,8 @@ class TrainerGroup:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> UpdateResult:
-        """Runs forward and backward of the weighted loss on one mini-batch, and the optimizer step.
-        See Trainer.update."""
+        """Runs forward and backward of the weighted loss on one mini-batch, and takes the optimizer
+        step. See Trainer.update."""
         if dump_to is not None and self._last is not None:
             batch, plan = self._last
             first = batch.branches.samples[plan.branches(0)].unique()
@@ -131,13 +133,13 @@ class TrainerGroup:
                 note(fault)
 
     def not_finite(self) -> list[NotFinite]:
-        """Returns the non-finite values on each rank, after an update was skipped because of such
-        values."""
+        """Returns the non-finite values that each rank found. Call `not_finite` after an update was
+        skipped because of non-finite values."""
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
-        """Returns the log-probs of the last batch before its updates, [N] response tokens in
-        canonical order, nats. A log-prob is NaN if the token's loss mask is 0."""
+        """Returns the log-probs that the last batch had before its updates, for [N] response tokens
+        in canonical order, nats. A log-prob is NaN if the token's loss mask is 0."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
@@ -146,8 +148,8 @@ class TrainerGroup:
         return found
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the per-token numbers of watched samples from the last batch's updates, in one or
-        more parts per rank."""
+        """Returns the per-token numbers that the last batch's updates computed for the watched
+        samples. A rank may contribute no part, one part or several parts."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
@@ -165,8 +167,8 @@ class TrainerGroup:
     def compare_with(
         self, batch: RolloutBatch, engines: Tensor, temperature: float
     ) -> list[LogProbDifference]:
-        """Compares several engines' log-probs of any batch with the trainer's log-probs. Returns
-        one difference per engine. Does not change `last_batch`.
+        """Compares several engines' log-probs of the given batch with the trainer's log-probs.
+        Returns one difference per engine. Does not change `last_batch`.
 
         Args:
             engines: [S, N] log-probs of S engines, in canonical order.
@@ -174,8 +176,8 @@ class TrainerGroup:
         return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
 
     def mean_loss(self, batch: RolloutBatch) -> float:
-        """Returns the mean negative log-likelihood of any batch's loss tokens under the policy,
-        nats. Does not change `last_batch`."""
+        """Returns the mean negative log-likelihood, in nats, that the policy assigns to the loss
+        tokens of the given batch. Does not change `last_batch`."""
         # A log-prob is at most 0, so its mean distance from 0 is the mean loss.
         zeros = torch.zeros(1, len(batch.loss_mask))
         (found,) = self.compare_with(batch, zeros, 1.0)
@@ -187,8 +189,8 @@ class TrainerGroup:
     def _deal(
         self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any
     ) -> list[Any]:
-        """Calls every worker with its data rank's share of the batch. Each data rank's share is
-        stored once for all workers of the data rank."""
+        """Calls every worker with its data rank's share of the batch. Each share is stored only
+        once for all workers that have the same data rank."""
         ranks = sorted(set(self._data_ranks))
         parts = batch.shares(plan.branches_of(rank) for rank in ranks)
         shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
@@ -204,8 +206,8 @@ class TrainerGroup:
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """Returns the largest memory use of any rank, in 10^6 bytes. Leaves out values that some
-        rank cannot measure.
+        """Returns the largest memory use of any rank, in 10^6 bytes. Leaves out a value if any rank
+        cannot measure it.
 
         `peak_mb` is the peak since the last call, and `device_mb` is the current use.
         """
@@ -221,13 +223,14 @@ class TrainerGroup:
         self._workers.call("refresh_reference")
 
     def export(self) -> TrainerWeights:
-        """Returns the policy's tensors by Hugging Face name, in buckets for the engines."""
+        """Returns a stream of the policy's tensors, under their Hugging Face names and in buckets
+        for the engines."""
         if self._layouts is None:
             (self._layouts,) = self._workers.wait([self._workers.start_on(0, "bucket_layouts")])
         return TrainerWeights(self._workers, self._layouts, self._stages)
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the policy's tensors by Hugging Face name, copied to this process."""
+        """Copies the policy's tensors to this process, and returns them by Hugging Face name."""
         here: dict[str, Tensor] = {}
         stream = self.export()
         for layout, (bucket, others) in zip(stream.layouts, stream.buckets(), strict=True):
@@ -237,8 +240,8 @@ class TrainerGroup:
         return here
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """Returns the tensors that each rank would write in an export, as shape and dtype by
-        Hugging Face name. Every tensor belongs to one rank."""
+        """Returns, for each rank, the shape and dtype of every tensor that the rank would write in
+        an export, by Hugging Face name. Exactly one rank writes each tensor."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:
@@ -293,11 +296,12 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
-        """Tells whether every rank has written its part of the checkpoint."""
+        """Tells whether every rank has written its part of the checkpoint or has failed to write
+        it."""
         return all(self._workers.call("saved"))
 
     def wait_saved(self, timeout_s: float | None = None) -> None:
-        """Waits until every rank has written its part of the checkpoint.
+        """Waits until every rank has written its part of the checkpoint or has failed to write it.
 
         Args:
             timeout_s: the timeout of the wait, seconds. If `timeout_s` is None, the timeout of an
@@ -309,16 +313,16 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("wait_saved"), timeout_s=timeout_s)
 
     def finish_save(self) -> dict[str, Sum]:
-        """Finishes the checkpoint on all ranks. Returns the lengths and checksums of the
-        checkpoint's files by file name. Raises UserError if a rank could not write its part of the
+        """Finishes the checkpoint on all ranks. Returns the length and the checksum of each file of
+        the checkpoint, by file name. Raises UserError if a rank could not write its part of the
         checkpoint."""
         return {
             name: each for sums in self._workers.call("finish_save") for name, each in sums.items()
         }
 
     def verify(self, folder: str) -> None:
-        """Verifies all tensor files of a checkpoint, divided over the ranks. Raises DataError if a
-        file is damaged."""
+        """Verifies all tensor files of a checkpoint. The ranks divide the files among themselves.
+        Raises DataError if a file is damaged."""
         self._workers.call("verify", folder)
 
     def load(self, folder: str) -> None:
@@ -330,13 +334,13 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns a rank's reports to the engines as a list. The list holds one report for all engines,
-    or one report per engine."""
+    """Returns a rank's reports to the engines as a list. The list holds either one report for all
+    engines or one report for each engine."""
     return told if isinstance(told, list) else [told]
 
 
 def _reported(results: Sequence[Any]) -> Any:
-    """Returns the only result that is not None, since one rank reports for all ranks."""
+    """Returns the only result that is not None. One rank reports for all ranks."""
     (result,) = (each for each in results if each is not None)
     return result
 
@@ -348,13 +352,13 @@ class Runner(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Returns lines about the placement of ranks and engines. The list is empty if no placement
-        was planned."""
+        """Returns the placement of ranks and engines as lines of text. The list is empty if no
+        placement was planned."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
         """Starts additional engines with this configuration. The additional engines use no GPUs of
-        the cluster, and end with the runner.
+        the cluster, and end when the runner is closed.
 
         Raises:
             UserError: an engine does not start.
@@ -362,15 +366,16 @@ class Runner(Protocol):
         ...
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """Returns the process loss that caused this error, or None if no process was lost."""
+        """Returns an error that names the lost process behind `error`, or None if no process was
+        lost."""
         ...
 
     def close(self) -> None: ...
 
 
 class TrainerWeights(WeightStream):
-    """Weight stream of the trainer's ranks. Either the ranks send the weights to a target
-    themselves, or the stream yields the weights from rank 0 bucket by bucket.
+    """Weight stream of the trainer's ranks. Either the ranks themselves send the weights to a
+    target, or the stream yields the weights bucket by bucket from rank 0.
 
     Args:
         layouts: layouts of the buckets, in order.
@@ -386,13 +391,14 @@ class TrainerWeights(WeightStream):
         self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """See WeightStream. All ranks gather their first bucket."""
+        """See WeightStream. Makes all ranks start to prepare the send. The ranks already gather
+        their first bucket, unless the engines share the trainer's devices."""
         self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. All ranks gather their first bucket at the same time. If senders must
-        take turns, the pipeline stages send one after another. After the stages, the owners of
-        experts send one after another."""
+        """See WeightStream. All ranks prepare their send at the same time. If the target allows
+        only one sender at a time, the pipeline stages send one after another, and then the owners
+        of experts send one after another."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None
@@ -422,18 +428,18 @@ class TrainerWeights(WeightStream):
         return [one for of_rank in told if of_rank is not None for one in _each(of_rank)]
 
     def forget(self) -> None:
-        """Has the ranks remove the files that they left for the engines."""
+        """Makes the ranks remove the files that they wrote for the engines."""
         self._trainers.call("forget_weights")
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """See WeightStream. Rank 0 returns the bucket, and needs the `next_bucket` calls of all
-        other ranks to gather the bucket.
+        """See WeightStream. Rank 0 returns the bucket. To gather the bucket, rank 0 needs all other
+        ranks to run `next_bucket` at the same time.
 
-        Calls the ranks' `begin_weight_stream` and `next_bucket`; `checksums` calls
-        `end_weight_stream`. Requests the next bucket before yielding the current one, so that the
-        ranks gather the next bucket in the meantime. At most three buckets exist at a time: the
-        next bucket, the current bucket, and the previous bucket if the caller still holds the
-        previous bucket.
+        This method calls `begin_weight_stream` and `next_bucket` on the ranks. The method
+        `checksums` calls `end_weight_stream` on the ranks. Requests the next bucket before yielding
+        the current bucket, so that the ranks gather the next bucket while the caller uses the
+        current one. At most three buckets exist at a time: the next bucket, the current bucket, and
+        the previous bucket, if the caller still holds it.
         """
         self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")

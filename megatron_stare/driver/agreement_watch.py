@@ -49,10 +49,12 @@ ROUTING = (
 
 
 class AgreementWatch:
-    """Compares the log-probs of engines and trainer after every weight sync and log-prob pass.
+    """Compares the log-probs of engines and trainer after every weight sync and after every
+    log-prob pass.
 
-    With an in-process engine in float32, AgreementWatch logs no metrics, because the update's
-    metrics already contain the difference. The limit on the difference still applies.
+    AgreementWatch logs no metrics for an in-process engine in float32, because the metrics of the
+    update already contain the log-prob difference. The limit on the log-prob difference applies
+    even if no metrics are logged.
     """
 
     def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
@@ -81,14 +83,16 @@ class AgreementWatch:
         self._limits = self._limits.lifted()
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Adds the agreement of earlier steps to the trend, so that the trend of a resumed run
-        covers the whole run. `rows` contains the metrics of the earlier steps, oldest first."""
+        """Adds the mean log-prob differences of earlier steps to the trend, so that the trend of a
+        resumed run covers the whole run. `rows` contains the metrics of the earlier steps, oldest
+        first."""
         for row in rows:
             if "agreement/mean" in row:
                 self._means.add(row["agreement/mean"])
 
     def after_sync(self) -> None:
-        """Compares the log-probs that every server and the trainer compute for the canary.
+        """Compares every server's log-probs of the canary with the trainer's log-probs of the
+        canary.
 
         Raises:
             AgreementError: the log-probs differ by more than the limit. The message names the
@@ -107,10 +111,11 @@ class AgreementWatch:
             require_agreement("log-probs of the canary", passed, verdict, "weight sync")
 
     def after_log_probs(self, step: int) -> dict[str, float]:
-        """Returns agreement metrics of the rollout batch and of the last canary.
+        """Returns the agreement metrics of the rollout batch and of the newest comparison on the
+        canary.
 
-        If older weights sampled some tokens of the batch, the limits do not apply to the batch. In
-        such a step, only the canary is compared with the limits.
+        The limits do not apply to a batch in which older weights sampled some of the tokens. In a
+        step with tokens of older weights, only the canary is compared with the limits.
 
         Raises:
             AgreementError: the log-probs differ by more than a limit, or the difference keeps
@@ -163,11 +168,13 @@ def canary_sequences(
     tokenizer: Any, vocab_size: int, sequences: int, longest: int
 ) -> list[list[int]]:
     """Returns the canary, which is a list of fixed token sequences. The sequences have different
-    lengths of up to `longest` tokens. Every run of a model has the same sequences.
+    lengths of up to `longest` tokens. All runs of a model with the same settings use the same
+    sequences.
 
-    The package ships a text for the canary. The sequences contain only lines of this text that the
-    tokenizer encodes and decodes without loss. Each sequence begins at a different line. If the
-    tokenizer loses characters of every line, the token ids are random.
+    The sequences are made from a text that ships with the package. Lines that the tokenizer cannot
+    encode and decode without loss are left out. Each sequence begins at a different line of the
+    text. If the tokenizer loses characters in every line, the sequences consist of random token ids
+    from a fixed seed.
 
     Args:
         vocab_size: vocabulary size of the model. A token id that is not below `vocab_size` would
@@ -195,8 +202,8 @@ def canary_sequences(
 
 
 def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
-    """Returns the token ids of a line, without special tokens. Returns [] if the tokenizer lacks a
-    character of the line, or if a token id is not below `vocab_size`."""
+    """Returns the token ids of a line, without special tokens. Returns [] if encoding and decoding
+    loses a character of the line, or if a token id is not below `vocab_size`."""
     ids = tokenizer(line, add_special_tokens=False).input_ids
     text = tokenizer.decode(ids)
     # compared without white space: some tokenizers put spaces between tokens

@@ -1,15 +1,19 @@
-"""The self-test of a resume. A resume compares the loaded state with data in the checkpoint and so
-proves that the loaded state equals the saved state.
+"""The self-test of a resume. The self-test proves that the state loaded from a checkpoint equals
+the state that was saved.
 
-A checkpoint stores the canary, which is a few token sequences of the last step, and the log-probs
-of the canary under the saved weights. If the reference policy was refreshed, the checkpoint also
-stores the log-probs under the reference policy. The checkpoint also stores two sums for each tensor
-of the weights and of the optimizer state. After a load the ranks compute these numbers again. If
-layout, device kind, libraries and package version are unchanged, log-probs must be bit-identical.
-Otherwise, or if torch.compile makes functions of the model, the summation order may differ. In
-float32, another summation order changes a log-prob by less than LARGEST. In 16 bits the mean
-difference may reach the bound that applies to engine and trainer (rollout/agreement/limits.py).
-docs/diagnostics.md gives measurements.
+The canary is a few token sequences of the last trained batch. A checkpoint stores the canary and
+the canary's log-probs under the saved weights. If the reference policy was refreshed, the
+checkpoint also stores the canary's log-probs under the reference policy. For each weight tensor and
+each tensor of the optimizer state, the checkpoint stores two sums. After loading the checkpoint,
+the ranks compute the log-probs and the sums again, and the driver compares them with the stored
+numbers.
+
+If the layout, the number of threads, the kind of device, the libraries and the code of this package
+are unchanged, the log-probs must be bit-identical. A change of layout, threads, device, libraries
+or code may change the order in which numbers are summed, and torch.compile may change this order
+too. In float32, a different summation order may change a log-prob by at most LARGEST. In 16 bits,
+the mean change of the log-probs may reach the bound that also limits the mean difference between
+engine and trainer (rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
 
 Shape legend: N is the number of response positions of the canary.
 """
@@ -44,10 +48,11 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    layout: text that describes the ranks' layout. If a resume has the same layout and the layout
-        has no compiled functions, its log-probs must be bit-identical to the stored log-probs.
-    sequences: token ids of the canary.
-    proof: log-probs, counts and sums that the ranks computed.
+    `layout`: text that describes the ranks' layout, threads and devices. If a resumed run has the
+        same text, and the text names no compiled functions, the run's log-probs must be
+        bit-identical to the stored log-probs.
+    `sequences`: token ids of the canary.
+    `proof`: log-probs, counts and sums that the ranks computed.
     """
 
     layout: str
@@ -56,8 +61,8 @@ class SelfTest:
 
     @classmethod
     def make(cls, ranks: TrainerGroup, config: Config, batch: RolloutBatch) -> SelfTest:
-        """Makes the self-test of the ranks' weights. `batch` is the last batch that the ranks
-        trained on."""
+        """Makes the self-test of the state that the ranks hold. `batch` is the last batch that the
+        ranks trained on."""
         sequences = canary_of(batch)
         return cls(layout_of(ranks, config), sequences, ranks.prove(canary_batch(sequences)))
 
@@ -83,7 +88,7 @@ class SelfTest:
             ) from error
 
     def check(self, ranks: TrainerGroup, config: Config, where: str) -> None:
-        """Computes the proof again and compares it with the saved proof.
+        """Computes the numbers of the proof again and compares them with the saved numbers.
 
         Raises:
             DataError: a value differs from the saved value. The message names the value.
@@ -101,8 +106,8 @@ class SelfTest:
 
 def canary_of(batch: RolloutBatch) -> list[list[int]]:
     """Returns the canary of a batch, with one token sequence for each of the first SEQUENCES
-    prompts. A sequence consists of the end of the prompt and the start of its first response, up to
-    LONGEST tokens."""
+    prompts. A sequence consists of the end of a prompt and the start of the prompt's first
+    response, and has at most LONGEST tokens."""
     lengths, prompts = batch.lengths.tolist(), batch.branches.contexts.tolist()
     sequences = [part.tolist() for part in batch.tokens.split(lengths)]
     groups = batch.branch_groups.tolist()
@@ -125,8 +130,8 @@ def layout_of(ranks: TrainerGroup, config: Config) -> str:
 
 
 def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype: str) -> list[str]:
-    """Returns a description of every difference between `now` and `saved`; [] if there is no
-    difference."""
+    """Returns a list that describes every difference between `now` and `saved`. The list is empty
+    if there is no difference."""
     wrong = []
     for name in sorted({*saved.log_probs, *now.log_probs}):
         said = _log_probs(
@@ -181,8 +186,8 @@ def _log_probs(
 
 
 def _apart(one: float, other: float) -> float:
-    """Returns the distance of two log-probs in nats. The distance is 0 if both log-probs are NaN,
-    and inf if only one log-prob is NaN."""
+    """Returns the distance between two log-probs in nats. The distance is 0 if both log-probs are
+    NaN, and inf if only one log-prob is NaN."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     return math.inf if math.isnan(one - other) else abs(one - other)

@@ -1,9 +1,9 @@
 """Saves and removes a run's checkpoints, and exports the policy as a Hugging Face folder.
 
-All ranks write a checkpoint while training continues, and the driver then completes the checkpoint.
-A run keeps the newest checkpoints, the checkpoints of every n-th step, and the best checkpoints by
-a metric. For an export this module creates the files, and the ranks write the tensors into the
-files.
+All ranks write their parts of a checkpoint while training continues. The driver completes the
+checkpoint after all ranks have finished. A run keeps the newest checkpoints, the checkpoints of
+every n-th step, and the checkpoints with the best values of a metric. To export the policy, this
+module creates the files and the ranks write the tensors into the files.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ METRICS = (
 
 
 class Checkpoints:
-    """Checkpoints of a run. At most one checkpoint is being written at a time. Until a new
-    checkpoint is complete, the previous checkpoint is the newest on disk.
+    """Checkpoints of a run. At most one checkpoint is being written at a time. The previous
+    checkpoint remains the newest checkpoint on disk until the new checkpoint is complete.
 
     Args:
         note: receives one message if no step logs the metric `checkpoint.best_by`.
@@ -80,7 +80,7 @@ class Checkpoints:
     @property
     def newest(self) -> int | None:
         """Step of the newest checkpoint, or None if the run has no checkpoint. A checkpoint that is
-        still being written is the newest checkpoint."""
+        still being written counts as the newest checkpoint."""
         return (
             step_of(self._under_way.final)
             if self._under_way is not None
@@ -88,8 +88,8 @@ class Checkpoints:
         )
 
     def load(self, checkpoint: Path) -> None:
-        """Loads a checkpoint into the ranks. Raises DataError if the files or the loaded state
-        differ from the saved data."""
+        """Loads a checkpoint into the ranks. Raises DataError if a file is damaged, or if the
+        loaded state differs from the saved state."""
         folder = str(checkpoint.resolve())
         if self._config.checkpoint.verify:
             self._ranks.verify(folder)
@@ -98,8 +98,8 @@ class Checkpoints:
             test.check(self._ranks, self._config, folder)
 
     def save(self, state: RunState, timeout_s: float | None = None) -> None:
-        """Completes the checkpoint being written and begins a checkpoint of `state`. Returns when
-        training may continue.
+        """Completes the checkpoint that is being written, if any, and begins a checkpoint of
+        `state`. Returns when training may continue.
 
         Args:
             timeout_s: timeout of each wait, seconds; None: the timeout of any call to the ranks.
@@ -121,8 +121,8 @@ class Checkpoints:
                 self.finish(timeout_s)
 
     def look(self) -> None:
-        """Completes the checkpoint that is being written if all ranks have written their parts.
-        Raises UserError if a rank could not write its part."""
+        """Completes the checkpoint that is being written, if all ranks have finished writing their
+        parts. Raises UserError if a rank could not write its part."""
         if self._under_way is not None:
             with self._waited_for():
                 if self._ranks.saved():
@@ -135,7 +135,8 @@ class Checkpoints:
         return {"perf/save_s": waited}
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Waits until the current checkpoint is written, and completes the checkpoint.
+        """Waits until the checkpoint in progress is written, and completes this checkpoint. Does
+        nothing if no checkpoint is in progress.
 
         Args:
             timeout_s: timeout of the wait, seconds; None: the timeout of any call to the ranks.
@@ -177,9 +178,9 @@ class Checkpoints:
 
 
 def first_step_asked(checkpoint: Path) -> int:
-    """Returns the first step whose tool calls a run that resumes from the checkpoint may ask for:
-    the checkpoint's own step, or an earlier one in which a response began that is still in flight.
-    Raises DataError if the checkpoint's state cannot be read."""
+    """Returns the earliest step with recorded tool calls that a resume from the checkpoint may
+    need. This step is the checkpoint's own step, or the earlier step in which the oldest response
+    in flight began. Raises DataError if the checkpoint's state cannot be read."""
     kept = from_bytes(RunState.read(checkpoint).kept)
     begun = [response.step for group in kept for response in group]
     return min([step_of(checkpoint), *begun])
@@ -189,10 +190,11 @@ def first_step_asked(checkpoint: Path) -> int:
 class Retention:
     """Rule that decides which checkpoints are kept.
 
-    newest: number of newest checkpoints to keep. The newest checkpoint is always kept.
-    every: checkpoints of steps divisible by `every` are kept; None: this rule keeps no checkpoints.
-    best: number of checkpoints with the best scores to keep.
-    higher: whether higher scores are better.
+    `newest`: number of newest checkpoints to keep. At least one checkpoint is always kept.
+    `every`: checkpoints of steps divisible by `every` are kept. If `every` is None, this rule is
+        off.
+    `best`: number of checkpoints to keep because they have the best scores.
+    `higher`: True if higher scores are better.
     """
 
     newest: int
@@ -229,8 +231,9 @@ class Retention:
 
 
 def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
-    """Reads a metric from the files of a run and returns the metric's values by step. Metrics
-    `eval/...` come from the evaluations, and other metrics come from the step metrics."""
+    """Reads a metric from the files of a run and returns the metric's values by step. Metrics named
+    `eval/...` are read from the run's evaluations, and all other metrics from the metrics of its
+    steps."""
     if metric is None:
         return {}
     if not metric.startswith("eval/"):
@@ -258,8 +261,9 @@ def export_policy(
     shard_bytes: int = SHARD_BYTES,
     stops: Collection[int] = (),
 ) -> None:
-    """Writes the policy to `target`, with config and tokenizer from `companions_from`. Replaces an
-    existing folder once the new folder is complete.
+    """Writes the policy to the folder `target`, and copies config and tokenizer from the folder
+    `companions_from`. If `target` already exists, replaces `target` after the new folder is
+    complete.
 
     Args:
         stops: ids of tokens that end a response, in addition to the stop tokens of the generation

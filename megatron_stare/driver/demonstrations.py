@@ -1,5 +1,5 @@
-"""Trains on given conversations, the demonstrations, and measures the loss on held-out
-demonstrations."""
+"""Supplies demonstrations, which are given conversations to train on, and measures the loss on
+held-out demonstrations."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Demonstrations(RolloutSource):
             return self._judge(batch_of(self._queue.take(self._rows), step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Reports that a step is done, and ignores the weights."""
+        """Reports that step `version` is done, and ignores the weights."""
         self._published(version)
 
     def state(self) -> dict[str, int]:
@@ -118,7 +118,7 @@ class HeldOutLoss(Part):
         self._batch, self._ranks, self._state, self._phase = batch_of(prompts), ranks, state, phase
 
     def before_steps(self, note: Callable[[str], None]) -> None:
-        """Notes the loss before training. Does nothing if the run resumes after a trained step."""
+        """Notes the loss before training. Does nothing if the run has already trained a step."""
         if self._state.step == 0:
             note(f"held-out loss before training: {self.loss():.4f} nats a token")
 

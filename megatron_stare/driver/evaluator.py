@@ -108,7 +108,8 @@ class Evaluator:
         greedy: bool,
     ) -> list[Response]:
         """Returns `count` verified responses per prompt, ordered by prompt and sample index.
-        Samples only the responses that `kept` lacks."""
+        Samples only the responses that `kept` lacks. If the verifier judges whole groups and `kept`
+        lacks a response to a prompt, samples all responses to this prompt again."""
         known = dict(kept.known(greedy)) if kept is not None else {}
         wanted = [(prompt, index) for prompt in prompts for index in range(count)]
         missing = [

@@ -1,14 +1,14 @@
-"""Guards a run. The guards judge every step by rules, end or roll back the run, and store the
-batches of bad steps.
+"""Guards a run. The guards judge every step by rules, and can end the run or roll it back. The
+batches of bad steps are stored.
 
-observability/metrics/rules.py defines the rules, and the section `faults.guards` sets their
-thresholds. The guards compare a step with the metrics of earlier steps. A resumed run restores
-these metrics.
+The module observability/metrics/rules.py defines the rules, and the section `faults.guards` sets
+the thresholds of the rules. The guards compare a step's metrics with the metrics of earlier steps.
+A resumed run restores the metrics of earlier steps.
 
-The batch of a bad step is written to a folder such as `guards/step_000012`. The file
-batch.safetensors in this folder has the format of --dump-step, and contains the log-probs of the
-trainer and of the engine. The file event.json contains the reason, the prompts, and the first rank
-and parameter with a non-finite value.
+The batch of a bad step is written to a folder such as `guards/step_000012`. In this folder,
+batch.safetensors has the format of a batch written by --dump-step, and contains the log-probs of
+both trainer and engine. The file event.json contains the reason, the prompts, and the place where a
+non-finite value appeared first (see `origin`).
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ EVENT = "event.json"
 
 @dataclass(frozen=True)
 class Fired:
-    """A guard whose metric is out of bounds at a step, and the action to take.
+    """A guard that fired at a step because its metric was out of bounds, and the guard's action.
 
-    text: describes the measured values.
+    `text`: describes the measured values.
     """
 
     step: int
@@ -125,8 +125,8 @@ class Guards:
         self.fired: list[Fired] = []  # of the last step
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Adds earlier metrics of a resumed run to the values that later steps are compared with.
-        `rows` contains one mapping per step, oldest first."""
+        """Restores the values with which later steps are compared. `rows` contains the metrics of
+        one earlier step per entry, oldest first."""
         for row in rows:
             self._judge.remember(row)
 
@@ -151,7 +151,8 @@ class Guards:
     def judge(
         self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]
     ) -> dict[str, float]:
-        """Returns the guards' metrics of a step and stores the guards that fired in `fired`.
+        """Returns the guards' metrics of a step. Sets `fired` to the list of guards that fired at
+        this step.
 
         Args:
             metrics: the trainer's metrics of the step.
@@ -175,8 +176,8 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True if the last step ends or rolls back the run. The state after such a step must not be
-        saved."""
+        """True if a guard that fired at the last step ends the run or rolls the run back. If `ends`
+        is True, the state after the last step must not be saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
@@ -228,11 +229,12 @@ def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
 
 @dataclass(frozen=True)
 class GuardedResponse:
-    """One response of a guarded batch. Each tensor is [n], with one number per response token.
+    """One response in the batch of a bad step. Each tensor is [n], with one number per response
+    token.
 
-    log_probs: the trainer's log-probs before the step's updates, nats. A token's value is NaN if
-        its loss mask is 0, or if the trainer computed NaN.
-    rollout_log_probs: the engine's log-probs, nats.
+    `log_probs`: the trainer's log-probs before the step's updates, nats. A token's log-prob is NaN
+        if its loss mask is 0, or if the trainer computed NaN.
+    `rollout_log_probs`: the engine's log-probs, nats.
     """
 
     cursor: int
@@ -252,7 +254,8 @@ class GuardedBatch:
     """The batch of a bad step. A step is bad if it ended the run, rolled back the run, or had a
     non-finite update.
 
-    ranks: one record for every rank that found non-finite values. The record names these values.
+    `ranks`: one record for every rank that found non-finite values. Each record names the
+        non-finite values of its rank.
     """
 
     step: int
@@ -269,8 +272,8 @@ def step_folder(folder: Path, step: int) -> Path:
 def write_guarded(
     folder: Path, batch: RolloutBatch, log_probs: Tensor, why: str, ranks: Sequence[NotFinite] = ()
 ) -> None:
-    """Writes the judged batch of a step into the step's folder inside `folder`. Overwrites existing
-    files.
+    """Writes a step's batch, including the advantages, into the step's own folder inside `folder`.
+    Overwrites existing files.
 
     Args:
         log_probs: [N] the trainer's log-probs before the step's updates.
@@ -300,11 +303,11 @@ def write_guarded(
 
 
 def origin(ranks: Sequence[NotFinite]) -> str:
-    """Names the rank and parameter, or the samples, where a non-finite value appeared first.
-    Returns "" if all values are finite.
+    """Describes where a non-finite value appeared first: on which rank and in which parameter or
+    samples. Returns "" if all values are finite.
 
-    Non-finite values spread in this order: weights; log-probs, advantages and loss of samples; a
-    rank's own gradient; the reduced gradient.
+    A non-finite value spreads from the weights to the log-probs, advantages and loss of samples,
+    then to a rank's own gradient, and then to the reduced gradient.
     """
     if bad := [rank for rank in ranks if rank.weights]:
         first = min(bad, key=lambda rank: (rank.stage, rank.rank))

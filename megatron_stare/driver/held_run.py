@@ -1,5 +1,5 @@
-"""Holds the directory of a run across sessions. After a recoverable loss, reopens the run from its
-newest checkpoint.
+"""Keeps the directory of a run locked across sessions. After the recoverable loss of a worker or an
+engine, reopens the run from its newest checkpoint.
 
 `train.py` uses this module. Only `_open_again` decides whether another session follows a failed
 session.
@@ -50,8 +50,8 @@ METRICS = (
 
 
 class HeldRun:
-    """Context manager that holds the directory of one run. If a new run fails before its first
-    step, removes the files that the run created.
+    """Context manager that keeps the directory of one run locked. If a new run fails before its
+    first step, removes the files that the run created.
 
     Args:
         config: configuration as requested by the user. Every restart reads the inputs again from
@@ -95,19 +95,19 @@ class HeldRun:
 
     @property
     def restarts(self) -> int:
-        """Number of times that the run has been reopened after a loss."""
+        """Number of times that the run was reopened after a process was lost."""
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """Records that a session is fully open. The session has set aside the checkpoints after
-        `from_step`, so `opened` clears `from_step`. The next session then resumes from the newest
-        checkpoint."""
+        """Records that a session is fully open. The session has renamed the checkpoints of all
+        steps after `from_step`, so `opened` clears `from_step`. The next session then resumes from
+        the newest checkpoint."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
         """Returns the rule by which the next session waits for lost nodes. Returns None if the next
-        session does not restart the run after a loss of processes."""
+        session does not follow the loss of a process."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -117,8 +117,9 @@ class HeldRun:
         return {"restarts/run": float(self.restarts)}
 
     def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
-        """Runs sessions until a session finishes, and returns the result of the finished session.
-        Reopens the run after a rollback, and after a recoverable loss of a worker or an engine.
+        """Runs one session after another until a session finishes, and returns the result of this
+        session. Reopens the run after a rollback, and after a recoverable loss of a worker or an
+        engine.
 
         Raises:
             Exception: the error that ended the last session.
@@ -130,8 +131,8 @@ class HeldRun:
                 inputs = self._open_again(error)
 
     def _open_again(self, error: Exception) -> Inputs:
-        """Prepares the next session after a session that failed. Reads the inputs of the next
-        session. After a loss, first waits for the backoff time.
+        """Prepares the next session after a failed session. Reads the inputs of the next session.
+        If a worker or an engine was lost, waits for the backoff time before reading the inputs.
 
         Raises:
             Exception: the session's error, if the error is neither a rollback nor a recoverable
@@ -161,9 +162,9 @@ class HeldRun:
     def _is_loss(self, error: Exception) -> bool:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
-        Until a first session is fully opened, only the death of a worker process counts as a
-        recoverable loss. Other failures before this point are more likely caused by the
-        configuration.
+        Before any session has been fully opened, only the death of a worker process counts as a
+        recoverable loss. Any other failure while the first session opens is more likely caused by
+        the configuration.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
@@ -206,8 +207,8 @@ def _tell(line: str) -> None:
 
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
-    """Returns the directory of the run to resume if the run is already finished, and None
-    otherwise. For a finished run, calls the sinks' `finish` again and trains no step.
+    """Returns the directory of the run to resume if this run has already finished. Otherwise
+    returns None. For a finished run, calls the sinks' `finish` again and trains no step.
 
     Raises:
         UserError: the run does not exist or cannot be resumed, or the run has already trained the

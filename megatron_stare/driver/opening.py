@@ -67,8 +67,8 @@ class Inputs:
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
-        """Returns remarks about properties of the data that are often unintended. Each remark is
-        one line. Only some sources provide remarks."""
+        """Returns remarks about the data. A remark names a property of the data that users often do
+        not intend. Each remark is one line. Only some sources provide remarks."""
         batch = self.config.batch
         found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
         most: int | None = getattr(self.source, "problems", None)
@@ -106,7 +106,7 @@ def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Reads and checks everything that a run needs before it starts.
+    """Reads and checks all inputs of a run, before the run starts.
 
     Raises:
         UserError: the first fault in the configuration, the model or the prompts.
@@ -148,8 +148,8 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
 class Rehearsal(NamedTuple):
     """Result of a rehearsal.
 
-    config: the resolved configuration.
-    said: remarks on the data, one line of text each.
+    `config`: the resolved configuration.
+    `said`: remarks on the data, one line of text each.
     """
 
     config: Config
@@ -159,12 +159,13 @@ class Rehearsal(NamedTuple):
 def rehearse(
     config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None
 ) -> Rehearsal:
-    """Makes all checks that a run makes before its workers start. Leaves no files and no processes.
+    """Makes all checks that a run makes before its workers start. Leaves no files and no processes
+    behind.
 
-    The rehearsal starts every verifier in its own process and tests the verifier, as in a run. The
-    rehearsal does not check whether external servers answer. If the size of the GPUs is unknown,
-    the rehearsal does not check whether their memory suffices. The rehearsal does not query a Ray
-    cluster, but `remarks` does.
+    As in a run, the rehearsal starts every verifier in its own process and tests the verifier. The
+    rehearsal does not check whether external servers answer. If the memory size of the GPUs is
+    unknown, the rehearsal does not check whether the memory suffices. The function `rehearse` does
+    not query a Ray cluster, but the function `remarks` does.
 
     If the model is not on this machine but the package knows the model's shape, the rehearsal skips
     the checks that need more than the shape. `remarks` lists the skipped checks.
@@ -216,10 +217,11 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 
 
 def remarks(config: Config) -> list[str]:
-    """Returns the lines that a dry run prints beside the configuration.
+    """Returns the lines that a dry run prints in addition to the configuration.
 
     The lines describe the placement on the Ray cluster, activation memory and faster settings. The
-    lines also list the checks that were skipped because something is not on this machine.
+    lines also list the checks that were skipped because the model, a file or the servers' software
+    is not on this machine, or because the kind of GPU is unknown.
 
     Raises:
         UserError: the run cannot join the Ray cluster, or the nodes of the cluster can never hold
@@ -264,8 +266,8 @@ def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
 
 
 def finished_run(config: Config, from_step: int | None = None) -> Path | None:
-    """Returns the directory of the run to resume if all steps, evaluations and the export of the
-    run are done. Returns None otherwise.
+    """Returns the directory of the run to resume if this run has finished all its steps, all its
+    evaluations and its export. Returns None otherwise.
 
     Args:
         from_step: see resume_point.

@@ -1,5 +1,5 @@
 """Defines the parts of a session that the driver calls after every step: guards, saves, held-out
-evaluations and memory by phase."""
+evaluations, and the memory metrics of each phase."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class PhaseMemory(Part):
     """Measures memory at the end of every phase, in units of 10^6 bytes.
 
     Logs `memory/<phase>_peak_mb`. On a GPU, also logs `memory/<phase>_device_mb`. Without CUDA,
-    also logs `memory/<phase>_live_mb`. Each of these metrics is the largest value of all ranks. If
-    engines are given, also logs `memory/<phase>_engines_mb`.
+    also logs `memory/<phase>_live_mb`. Each of these metrics is the largest value over all ranks.
+    If engines are given, also logs `memory/<phase>_engines_mb`.
 
     Args:
         phase: opens a phase of the step, by name.
@@ -123,8 +123,8 @@ class PhaseMemory(Part):
 
 
 class GuardedSteps(Part):
-    """Ends or rolls back the run after a step if the guards require it. Records a rollback in the
-    run directory before it raises RollBack."""
+    """Ends the run or rolls it back after a step, if a guard that fired requires this. Records a
+    rollback in the run directory before it raises RollBack."""
 
     def __init__(
         self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]
@@ -132,7 +132,7 @@ class GuardedSteps(Part):
         self.guards, self._state, self._dir, self._note = guards, state, run_dir, note
 
     def after_step(self) -> None:
-        """Acts on the guards that fired.
+        """Carries out the actions of the guards that fired.
 
         Raises:
             RollBack: the run must continue from its newest checkpoint and leave out the prompts of
@@ -209,9 +209,10 @@ class Saves(Part):
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Finishes the pending checkpoint when the run closes.
 
-        After an interruption or an error that a guard raised, waits for the pending checkpoint.
-        After an interruption that asks for a save, also saves the last step. After any other error,
-        does nothing, because the ranks may have failed. Incomplete checkpoints are removed later.
+        Waits for the pending checkpoint after an interruption, and after an error that a guard
+        raised. If the interruption asks for a save, also saves the last step. After any other
+        error, does nothing, because the ranks may have failed. Incomplete checkpoints are removed
+        later.
 
         Raises:
             UserError: the last step cannot be saved.
@@ -243,8 +244,8 @@ class Saves(Part):
 
 
 class HeldOut(Part):
-    """Evaluates the newest weights on held-out problems before, during and after training. Each
-    evaluation that is due at a step runs once.
+    """Evaluates the newest weights on held-out problems before, during and after training. An
+    evaluation that is already recorded for a step does not run again at this step.
 
     Args:
         evaluations: the tasks with their problems.

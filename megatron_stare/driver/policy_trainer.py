@@ -58,11 +58,11 @@ class PolicyTrainer:
         self._guards, self._events, self._profiled = guards, events, profiled
 
     def step(self, batch: RolloutBatch) -> dict[str, float]:
-        """Trains on a judged rollout batch and returns the step's metrics.
+        """Trains on a rollout batch that already has advantages, and returns the step's metrics.
 
-        The log-prob pass computes log-probs and entropies. From both, the ranks compute the
-        statistics, the gate and the token weights. Then the ranks run, for every mini-batch, a
-        forward and backward pass of the weighted loss and an optimizer step.
+        The log-prob pass computes log-probs and entropies. From the log-probs and the entropies,
+        the ranks compute the statistics, the gate and the token weights. For every mini-batch, the
+        ranks then run forward and backward of the weighted loss and take an optimizer step.
 
         Raises:
             NonFiniteError: the loss or the gradient was non-finite in several consecutive updates.
@@ -122,8 +122,9 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk. Writes nothing if the batches of `faults.guards.dumps` other
-        steps are already on disk. Ignores errors such as a full disk.
+        """Writes the batch to disk. Writes nothing if the number of other steps whose batches are
+        already on disk has reached `faults.guards.dumps`. Ignores write errors, such as a full
+        disk.
 
         Args:
             by_rank: if true, also write the non-finite values that every rank finds.
@@ -157,5 +158,6 @@ class PolicyTrainer:
             trajectory.numbers, trajectory.pieces = numbers, self._texts(trajectory.tokens.tolist())
 
     def weights(self) -> WeightStream:
-        """Returns the policy's tensors by Hugging Face name, in buckets for the engines."""
+        """Returns a stream of the policy's tensors, under their Hugging Face names and in buckets
+        for the engines."""
         return self._ranks.export()

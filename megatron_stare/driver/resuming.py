@@ -75,8 +75,9 @@ _FILES = (  # tokenizer files
 
 
 def find_run(config: Config) -> Path:
-    """Returns the directory of the run to resume. Returns run.dir if it is set. Otherwise returns
-    the newest run of this name under runs/, and prefers runs with a finished step.
+    """Returns the directory of the run to resume. Returns run.dir if it is set. If run.dir is not
+    set, returns the newest run under runs/ that has the configured name and has finished a step. If
+    no run has finished a step, returns the newest run with the configured name.
 
     Raises:
         UserError: there is no run to resume.
@@ -182,7 +183,8 @@ def _is_whole(checkpoint: Path) -> bool:
 def check_resume(
     config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Returns the point from which a run would resume; see resume_point. Does not change the run.
+    """Returns the checkpoint and the state from which a run would resume; see resume_point. Does
+    not change the run.
 
     Raises:
         UserError: the run cannot be resumed, or another process holds the run.
@@ -226,11 +228,11 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """Returns the SHA-256 digests of the inputs that prompts are made from, by name of the input.
+    """Returns the SHA-256 digest of each input from which prompts are made, by the input's name.
 
     The inputs are the tokenizer's files, the chat template if prompts use a chat template, and the
     token ids of the first prompt. The first prompt reveals changes that the files do not show, such
-    as a new system prompt or data order.
+    as a new system prompt or a new order of the data.
 
     Args:
         source: prompt source at its beginning. The position of the source is restored.
@@ -253,7 +255,7 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
     """Raises DataError for the first prompt input whose digest has changed since the run was
-    started. Accepts runs of old releases that saved no digests."""
+    started. Accepts runs of old releases, which saved no digests."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name):
             continue

@@ -121,7 +121,7 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the state of the run and the position in the prompts. A new run starts at its
+        """Sets the state of the run and the position in the prompt source. A new run starts at its
         beginning, and a resumed run starts at the resume point. Returns the checkpoint to load, or
         None if no checkpoint is loaded."""
         inputs, held = self._inputs, self._held
@@ -264,7 +264,8 @@ class Session:
         )
 
     def _open_demonstrations(self) -> None:
-        """Creates the source of demonstrations and the part that logs the held-out loss."""
+        """Creates the source of demonstrations. If there are held-out demonstrations, also creates
+        the part that logs the held-out loss."""
         self.rollouts = Demonstrations(
             self.source,
             self.config.batch.prompts,
@@ -338,8 +339,8 @@ class Session:
             self.monitor.note(line)
 
     def _continue(self, restored: Path | None) -> None:
-        """Loads the checkpoint to resume from, if any, and logs after which step the run
-        continues."""
+        """Loads the checkpoint to resume from, if there is one, and logs the step after which the
+        run continues."""
         if restored:
             with offering_older(restored):
                 self.checkpoints.load(restored)
@@ -373,8 +374,8 @@ class Session:
             makes_steps(None)
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps. Between two steps, makes the saves and
-        evaluations that are due.
+        """Yields the number of each remaining step. After each step, runs the saves and evaluations
+        that are due.
 
         Raises:
             RollBack: the run must continue from its newest checkpoint and leave out the prompts of
@@ -424,12 +425,12 @@ class Session:
         self.monitor.progress(done, wanted)
 
     def _tell_news(self) -> None:
-        """Logs events of the engines, such as losses."""
+        """Logs events of the engines, such as a lost server."""
         for line in self.engines.news():
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """Advances the run's state to step `version`. The weights of this step have been published
+        """Advances the run's state to step `version`, after the weights of this step were published
         for the next rollouts."""
         self.state.step, self.state.data = version, self.rollouts.state()
         if self.groups is not None:

@@ -1,15 +1,15 @@
-"""Supervises a run (`train --supervise`). A parent process starts the driver of the run and
-restarts the driver after a loss.
+"""Supervises a run (`train --supervise`). A parent process starts the driver of the run, and
+restarts the driver if the driver is lost.
 
 A driver may be killed. For example, if Ray's control store is gone, Ray ends the driver from C++
-without running `finally` blocks or atexit handlers. The supervisor must survive this and therefore
-imports neither Ray nor torch. The driver sends the path of the run directory to the supervisor
-through a pipe. The supervisor reads the progress and the restart rule from files in the run
-directory.
+without running `finally` blocks or atexit handlers. The supervisor must survive the end of the
+driver and therefore imports neither Ray nor torch. The driver sends the path of the run directory
+to the supervisor through a pipe. The supervisor reads the progress and the restart rule from files
+in the run directory.
 
 An environment variable tells the driver about its supervisor. The driver removes this variable from
 its own environment. If the supervisor dies, the kernel sends SIGTERM to the driver, and the run
-ends as after any SIGTERM.
+ends as it does after any SIGTERM.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _restarts = 0  # number of restarts by the supervisor
 
 
 def driver_of(command: str) -> tuple[str, ...]:
-    """Returns the command line that runs a command of `megatron-stare` as a driver."""
+    """Returns the command line of a driver that runs the given command of `megatron-stare`."""
     return (sys.executable, "-m", "megatron_stare.cli", command)
 
 
 def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence[str]) -> int:
-    """Runs a driver with `arguments` in a child process. Restarts a driver that was lost.
+    """Runs a driver with `arguments` in a child process. Restarts a lost driver.
 
     Args:
         arguments: arguments of the driver. Every option and its value form one word, such as
@@ -71,7 +71,7 @@ def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence
 
 class _Supervisor:
     """Starts drivers and handles signals. Signals are blocked and handled one at a time, so that no
-    signal is lost and no signal interrupts other code.
+    signal is lost or interrupts other code.
 
     Args:
         program: command of a driver.
@@ -164,9 +164,9 @@ class _Supervisor:
     def _now(self) -> list[str]:
         """Returns the arguments of the next driver.
 
-        If the run directory exists, the driver resumes the run in this directory. `--from-step` is
-        dropped once a driver has opened the run, so that later steps are not discarded again.
-        `--stop-after` is set to the remaining time.
+        If the run directory exists, the driver resumes the run in this directory. After a driver
+        has fully opened the run, `--from-step` is dropped, so that a restart does not discard later
+        steps again. `--stop-after` is set to the remaining time.
         """
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
@@ -196,7 +196,7 @@ class _Supervisor:
         return RecoveryRule()
 
     def _pause(self, wait_s: float) -> None:
-        """Waits for `wait_s` seconds. Stops waiting if a signal ends the run."""
+        """Waits for `wait_s` seconds. Returns early if a signal ends the run."""
         until = time.monotonic() + wait_s
         while self._ended_by is None and (left := until - time.monotonic()) > 0:
             found = signal.sigtimedwait(set(self._caught), left)
@@ -204,8 +204,8 @@ class _Supervisor:
                 self._ended_by = found.si_signo
 
     def _sweep(self) -> None:
-        """Waits until all processes that the driver started have ended. Kills the remaining
-        processes after LEFT_S."""
+        """Waits until all processes that the driver started have ended. Kills the processes that
+        are still alive after LEFT_S seconds."""
         until = time.monotonic() + LEFT_S
         while True:
             try:
@@ -225,8 +225,8 @@ class _Supervisor:
 def _is_lost(code: int) -> bool:
     """Tells whether a driver with this return code was lost and must be restarted.
 
-    A driver counts as lost after an abort, after any signal except SIGINT and SIGTERM, or after an
-    error that is not a UserError.
+    A driver counts as lost if it was killed by a signal other than SIGINT and SIGTERM, or if it
+    ended with an error that is not a UserError. An abort counts as a signal.
     """
     return -code not in ENDING if code < 0 else code == 1
 
@@ -251,8 +251,9 @@ def _prctl(option: int, value: int) -> None:
 def attach() -> bool:
     """Attaches this driver to its supervisor. Returns True if the driver has a supervisor.
 
-    Opens the pipe to the supervisor, and asks the kernel to send SIGTERM if the supervisor dies.
-    Call `attach` after the SIGTERM handler is installed, on a thread that lives as long as the run.
+    Opens the pipe to the supervisor. Asks the kernel to send SIGTERM to this driver if the
+    supervisor dies. Call `attach` after the SIGTERM handler is installed, on a thread that lives as
+    long as the run.
     """
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)
@@ -267,12 +268,12 @@ def attach() -> bool:
 
 
 def tell_run_dir(path: Path) -> None:
-    """Sends the run directory to the supervisor, if any."""
+    """Sends the path of the run directory to the supervisor, if there is a supervisor."""
     _tell(str(path.absolute()))
 
 
 def tell_came_up() -> None:
-    """Tells the supervisor, if any, that the run is fully opened."""
+    """Tells the supervisor, if there is one, that the run is fully open."""
     _tell(CAME_UP)
 
 

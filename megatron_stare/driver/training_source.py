@@ -39,14 +39,14 @@ class TrainingSource(RolloutSource):
         self._phase, self._published = phase, published
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. The returned batch contains advantages. A step that is interrupted
-        during `next` counts as not begun."""
+        """See RolloutSource. The returned batch contains advantages. If a signal interrupts `next`,
+        the step counts as not begun."""
         with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """See RolloutSource. Skips the weight sync if the run is asked to end, because no more
-        responses are sampled.
+        """See RolloutSource. Skips the weight sync if the run has been asked to end, because the
+        run then samples no more responses.
 
         Raises:
             AgreementError: the engines do not compute with the published weights.

@@ -3,15 +3,15 @@ driver's thread stops when it next polls for signals.
 
 `on_driver_thread` runs a command on a separate thread. The main thread only records a signal. The
 driver's thread raises KeyboardInterrupt at its next `poll`. No exception is raised between polls.
-KeyboardInterrupt is therefore never lost in a destructor, in library code that holds a lock, or
-while Ray starts. A signal also does not interrupt the shutdown of processes.
+Therefore KeyboardInterrupt is never raised in a destructor (which would swallow it), in library
+code that holds a lock, or while Ray starts. A signal also does not interrupt the shutdown of
+processes.
 
-While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update,
-and the run's last whole step can be saved. While responses are sampled, the first SIGINT or SIGTERM
-ends the run immediately. SIGUSR1 ends the run after the current step. If the run has not ended
-`grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its next poll,
-whatever the run is doing. A second Ctrl-C immediately ends the process and all processes that the
-process started, without saving.
+While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
+The run can then save its last whole step. While responses are sampled, the first SIGINT or SIGTERM
+ends the run immediately. SIGUSR1 ends the run after the current step. If the run is still going
+`grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its next poll, even
+within a step. A second Ctrl-C immediately ends the process and its child processes, without saving.
 """
 
 from __future__ import annotations
@@ -163,8 +163,9 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Checks whether the recorded signal may raise KeyboardInterrupt now. If so, wakes the
-        driver's thread and sets the deadline by which the driver's thread must poll."""
+        """Checks whether the recorded signal may raise KeyboardInterrupt now. If the signal may
+        raise KeyboardInterrupt, sets the deadline by which the driver's thread must poll. If the
+        driver's thread runs an event loop, also cancels the task in this loop."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -215,7 +216,7 @@ class Interruption:
         self._put_back.wait(UNHEARD_S)
 
     def put_back(self, handlers: Mapping[int, Any]) -> None:
-        """Installs `handlers` as the signal handlers. The main thread must call `put_back`."""
+        """Installs `handlers` as the signal handlers. Only the main thread may call `put_back`."""
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self._put_back.set()
@@ -235,8 +236,8 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """Inside this context, a received signal cancels the task as soon as the signal may raise
-        KeyboardInterrupt. KeyboardInterrupt is raised after the task has ended."""
+        """Lets a received signal cancel the task inside this context, as soon as the signal may
+        raise KeyboardInterrupt. KeyboardInterrupt is raised after the task has ended."""
         told = False
 
         def cancel() -> None:
@@ -365,7 +366,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption], str]) -> None:
-    """Immediately kills the child processes and ends this process, without saving."""
+    """Immediately kills all child processes and ends this process, without saving anything."""
     interruption.gave_up = True
     started = _below(psutil.Process())
     for process in started:  # top down: Ray's agent restarts a worker that has ended
@@ -408,7 +409,8 @@ def poll() -> None:
 
 
 def raise_if_received() -> None:
-    """Raises KeyboardInterrupt if any signal was received, whatever the run is doing."""
+    """Raises KeyboardInterrupt if any signal was received, even if the signal may not end the
+    command at this point."""
     if _current.number is not None and _current.drives:
         _current.raised = True
         raise KeyboardInterrupt
@@ -435,8 +437,9 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares that the run makes training steps. After this call, signals raise KeyboardInterrupt
-    only while the run's last step is complete and the next step has not changed the run's state.
+    """Declares that the run now makes training steps. After this call, a signal raises
+    KeyboardInterrupt only at a point where the last step is complete and the next step has not yet
+    changed the run's state.
 
     Args:
         grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: the run
@@ -447,9 +450,9 @@ def makes_steps(grace_s: float | None) -> None:
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """Inside this context, the signals in `numbers` raise KeyboardInterrupt even while the run
-    makes steps. If one of these signals was received before the context begins, KeyboardInterrupt
-    is raised at the beginning of the context."""
+    """Lets the signals in `numbers` raise KeyboardInterrupt inside this context, even while the run
+    makes training steps. If one of these signals has already arrived, raises KeyboardInterrupt at
+    the beginning of the context."""
     _current.open_to(numbers)
     try:
         poll()
@@ -460,9 +463,8 @@ def open_to(*numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defers signals inside this context, for code that shuts processes down. If a signal arrives
-    inside this context, a message announces the signal, but no exception is raised inside this
-    context."""
+    """Defers signals inside this context, for code that shuts processes down. A signal that arrives
+    inside this context prints a message, but raises no exception before the context ends."""
     _current.closing(1)
     try:
         yield
@@ -471,13 +473,14 @@ def uninterrupted() -> Iterator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Returns True if a signal was received. Callers can then skip work for another step."""
+    """Returns True if a signal was received. A caller can then skip work that only a further step
+    needs."""
     return _current.number is not None
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if a signal or --stop-after ends the run, and the run's state is the state after
-    a whole step."""
+    """Returns True if a signal or --stop-after ends the run, and the run can still save its last
+    whole step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
@@ -499,8 +502,8 @@ def stopped_at(standing: Standing) -> None:
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Sets the function that tells how far the run got. If the process ends at once, such as after
-    a second Ctrl-C, the main thread calls `ask`."""
+    """Sets the function that returns how far the run got. The main thread calls `ask` if the
+    process ends at once, for example after a second Ctrl-C."""
     _current.stands = ask
 
 
@@ -514,7 +517,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 class ClosingStack(contextlib.ExitStack):
-    """An ExitStack that signals do not interrupt while it exits."""
+    """An ExitStack whose exit is not interrupted by signals."""
 
     def __exit__(self, *exception: object) -> bool:
         with uninterrupted():
@@ -558,8 +561,8 @@ def what_now(
     options: Sequence[str],
     ended: str | None = None,
 ) -> str:
-    """Formats two lines: the point at which the run stopped, and the command that continues the
-    run.
+    """Formats two lines. The first line says where the run stopped, and the second line is the
+    command that continues the run.
 
     Args:
         ended: how the run ended, in a few words. None: the signal or --stop-after ended the run.

@@ -3,7 +3,7 @@
 `tree_pss_bytes` sums the memory of a run and its child processes, for the metric
 memory/tree_pss_gb. The sum uses the proportional set size (Pss). If n processes share a page, such
 as a page of libtorch or of Ray's object store, the page counts as 1/n in the Pss of each process.
-Resident size would count the page n times.
+The resident size of the n processes would count the page n times.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
 collector. A full collection in the middle of a step visits every object that is not hidden. Torch
@@ -12,7 +12,7 @@ all other ranks.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
 the memory. By default glibc returns freed memory to the kernel. The kernel then zeroes every page
-at the next allocation. Zeroing takes a tenth of the step time of a small model.
+at the next allocation. Zeroing the pages takes a tenth of a small model's step time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack
 
 
 def take_peak_bytes() -> int | None:
-    """Returns this process's peak memory in bytes since the last call, and resets the peak.
+    """Returns the peak of this process's memory since the last call, in bytes, and resets the peak.
 
     On CUDA, the function returns the peak of torch's allocator. Without CUDA, the function returns
     the peak of the resident size. A page that is shared with other processes counts in full.
-    Returns None if the kernel does not report the resident size's peak; only Linux reports this
-    peak.
+    Returns None if the kernel does not report the peak of the resident size. Only Linux reports
+    this peak.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
@@ -55,7 +55,8 @@ def take_peak_bytes() -> int | None:
 
 
 def device_used_bytes() -> int | None:
-    """Returns the bytes that all processes now hold on this rank's GPU, or None without a GPU."""
+    """Returns the memory that all processes together now use on this rank's GPU, in bytes. Returns
+    None if there is no GPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -68,7 +69,7 @@ def keep_freed() -> None:
 
     The function sets two limits of malloc, and both limits are needed. M_MMAP_THRESHOLD makes
     allocations up to `_LARGEST` come from the heap. M_TRIM_THRESHOLD keeps malloc from returning
-    the heap's end to the system.
+    the end of the heap to the system.
     """
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, _LARGEST)
@@ -92,11 +93,11 @@ def frozen_heap() -> Iterator[None]:
 
 
 def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> int | None:
-    """Returns the Pss of a process and its descendants in bytes. Returns None if the kernel does
-    not report the Pss. Only Linux reports the Pss.
+    """Returns the total Pss of a process and its descendants, in bytes. Returns None if the kernel
+    does not report the Pss. Only Linux reports the Pss.
 
-    Ray's local head, raylet and actors are descendants of the driver that called ray.init().
-    Processes that vanish while being read, or belong to another user, count as 0.
+    Ray's local head, raylet and actors are descendants of the driver that called ray.init(). A
+    process counts as 0 if it ends while its memory is read, or if it belongs to another user.
 
     Args:
         pid: root of the tree; default this process.
@@ -128,7 +129,8 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 class SharedMappings:
     """Shared memory mappings of this process (proc_pid_maps(5)) at the time when the object is
-    made. A fork shares such a mapping with its parent instead of copying pages on write."""
+    made. A forked child shares these mappings with its parent, but gets its own copy of every other
+    page that is written to."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps") as lines:
@@ -137,5 +139,6 @@ class SharedMappings:
         self._bounds = [(int(first, 16), int(end, 16)) for first, end in bounds]
 
     def overlap(self, address: int, nbytes: int) -> bool:
-        """Returns True if any of the `nbytes` bytes from `address` is shared."""
+        """Returns True if a shared mapping contains at least one of the `nbytes` bytes that start
+        at `address`."""
         return any(address < end and first < address + nbytes for first, end in self._bounds)

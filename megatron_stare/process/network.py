@@ -70,7 +70,7 @@ def require_own_address(host: str, where: str) -> None:
 
 def free_port(host: str, ports: Sequence[int]) -> int:
     """Returns a free TCP port at `host`, an address of this machine. The port is drawn at random
-    from `ports`. The number 0 in `ports` means any port.
+    from `ports`. The number 0 in `ports` stands for any port.
 
     Raises:
         ConfigError: none of the ports that were tried is free.
@@ -92,8 +92,8 @@ def reserve_port(host: str, ports: Sequence[int]) -> int:
 
 def reserved(address: str) -> socket.socket | None:
     """Returns the bound socket of a host:port that this process reserved, or None if this process
-    did not reserve this host:port. The caller owns the returned socket. If this process reserved
-    another host:port, that port is released."""
+    did not reserve this host:port. The caller owns the returned socket. If this process reserved a
+    different host:port, releases the reserved port."""
     found = [held for kept, held in _reserved if kept == address]
     _reserved.clear()
     return found[0] if found else None
@@ -120,10 +120,10 @@ def _bound(host: str, ports: Sequence[int]) -> socket.socket:
 def by_number(address: str) -> str:
     """Replaces the host name in a host:port by the host's IPv4 address.
 
-    Ray communicates by gRPC. gRPC asks DNS servers for a name, and may ignore /etc/hosts, where
-    many clusters name their nodes. The returned address comes from this machine's own resolver. The
-    name is kept if the resolver knows no address, or only loopback addresses, for the name. An
-    argument in another form than host:port is returned unchanged.
+    Ray uses gRPC. To resolve a host name, gRPC asks DNS servers and may ignore /etc/hosts, in which
+    many clusters list their nodes. The returned address comes from this machine's own resolver. If
+    the resolver knows no address of the host, or only loopback addresses, the name is kept. An
+    argument that does not have the form host:port is returned unchanged.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host or host.startswith("["):
@@ -137,7 +137,7 @@ def by_number(address: str) -> str:
 
 
 class Listener:
-    """A listener at a host:port on the network.
+    """A program that should be listening at a host:port on the network.
 
     Args:
         address: host:port. An address without a numeric port cannot be checked and counts as
@@ -158,8 +158,8 @@ class Listener:
         self._there = time.monotonic()  # last time that it was reachable
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
-        """Returns the reason why no connection to the listener can be made now, or None if a
-        connection can be made."""
+        """Tries to connect to the listener. Returns the reason if the connection fails, and None if
+        it succeeds."""
         reason: Exception | None = None
         for host in self._hosts:
             try:

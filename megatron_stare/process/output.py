@@ -23,7 +23,7 @@ TAIL_BYTES = 200_000  # of a server's log, at each of its ends
 
 @contextlib.contextmanager
 def kept_output(folder: Path) -> Iterator[None]:
-    """Makes every worker that starts inside this context manager append its output to a file in
+    """Makes every worker that starts inside this context append its output to a file in
     `folder`."""
     before = os.environ.get(FOLDER)
     os.environ[FOLDER] = str(folder.resolve())
@@ -69,7 +69,8 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the last part of a log to the file of a role, if there is an output folder."""
+    """Appends the last part of the log `said` to the output file of `role`, if there is an output
+    folder."""
     if (file := _file(role)) is not None:
         with contextlib.suppress(OSError), file.open("ab") as log:
             log.write(said.encode(errors="replace")[-TAIL_BYTES:])

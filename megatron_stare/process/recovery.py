@@ -1,9 +1,9 @@
-"""Decides how often and when a run restarts after it loses a worker or its driver, and records each
+"""Decides whether and when a run restarts after it lost a worker or its driver. Records each
 restart in the run directory.
 
-The driver uses this module to reopen a run after losing a worker. The supervisor (supervision.py)
-uses this module to restart the driver. This module must therefore not import torch or other
-libraries for the computation of a run.
+The driver uses this module to reopen a run after a worker was lost. The supervisor (supervision.py)
+uses this module to restart the driver. Because of the supervisor, this module must not import torch
+or any other library that only training needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RESTARTS_FILE = "restarts.jsonl"
 
 @dataclass(frozen=True)
 class RecoveryRule:
-    """The settings of the section `faults.run`, which the configuration documents."""
+    """The settings of the section `faults.run`. The documentation of the configuration describes
+    these settings."""
 
     attempts: int = 3
     window_steps: int = 10
@@ -39,10 +40,11 @@ class RecoveryRule:
 class Attempts:
     """Counts the restarts of one run within one process.
 
-    A restart no longer counts towards `attempts` once the run is `window_steps` steps beyond the
-    furthest step before that restart. Repeated steps are not progress. If a run always dies before
-    it reaches the next checkpoint, the run only repeats steps and all its restarts count. Such a
-    run is given up after `attempts` restarts.
+    A run may restart only while fewer than `attempts` of its earlier restarts count. A restart
+    stops counting when the run is `window_steps` steps beyond the furthest step that the run had
+    reached before this restart. Repeated steps are not progress. If a run always dies before its
+    next checkpoint, the run only repeats steps, so all its restarts count and the run is given up
+    after `attempts` restarts.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -94,7 +96,7 @@ def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> 
 
 
 def restarts_of(run_dir: Path) -> int:
-    """Returns the number of times that a run was restarted after a loss."""
+    """Returns the number of times that a run was restarted after a process was lost."""
     try:
         return (run_dir / RESTARTS_FILE).read_bytes().count(b"\n")
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Finds files that ship with the project besides its code: `configs/`, `assets/` and `tools/`.
 
-In a checkout these folders are beside the package. A wheel contains these folders in its `share/`,
+In a checkout these folders are beside the package. In a wheel these folders are in `share/`,
 because setup.py copies the folders into `share/`. In a shipped config, paths are relative to the
 folder that contains `configs/`. Shipped configs therefore work from any working directory.
 """
@@ -31,9 +31,9 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns the file `path` relative to the folder `beside`. If this file does not exist but a
-    shipped config is called `path`, returns the shipped config. `path` may omit `configs/` of a
-    shipped config."""
+    """Returns the path of a config. A relative `path` is relative to the folder `beside`. If the
+    folder `beside` contains no file `path`, but there is a shipped config `path`, returns the
+    shipped config. The path of a shipped config may omit the leading `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()
@@ -63,8 +63,8 @@ def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
 
 
 def tool(name: str) -> Path:
-    """Returns the path of the script of a tool in TOOLS. The script must be run as a script,
-    because the script imports files in its own folder."""
+    """Returns the path of a tool's script. `name` is one of TOOLS. Run the file as a script instead
+    of importing it, because the file imports other files from its own folder."""
     return SHIPPED / "tools" / f"{name}.py"
 
 

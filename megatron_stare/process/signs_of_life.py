@@ -22,7 +22,7 @@ def say_loading(*, always: bool = False) -> None:
 
 
 def unsaid(text: str) -> Any:
-    """Accepts a line and prints nothing. Replaces `say` where nothing must be printed."""
+    """Accepts a line and prints nothing. Replaces `say` if no output is wanted."""
 
 
 def counted(number: int, what: str) -> str:

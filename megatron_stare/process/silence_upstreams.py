@@ -38,11 +38,11 @@ LOGGED = {
 
 def quiet_upstreams() -> None:
     """Silences messages of upstream libraries in this process. Call this function before the
-    process imports the libraries. Forked processes inherit the filters.
+    process imports these libraries. Forked processes inherit the filters.
 
-    At import megatron-core warns about missing CUDA libraries. Later, megatron-core names the
-    operations that would be faster with the missing libraries. transformers draws progress bars
-    even for files that load instantly.
+    When megatron-core is imported, it warns about missing CUDA libraries. Later, megatron-core
+    names the operations that would be faster with the missing libraries. The library transformers
+    draws progress bars even for files that load instantly.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -1,5 +1,5 @@
-"""Implements `--stop-after`. Checks whether one more step and the following save fit into a run's
-time limit."""
+"""Implements `--stop-after`. Checks whether a run's time limit leaves enough time for one more step
+and the save after it."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ class TimeLimit:
         self._step_begun: float | None = None
 
     def begin_steps(self) -> None:
-        """Starts a session's steps. The time between the last step of an earlier session and this
-        call does not count as a step time. In this time a step was lost and the run was
-        reopened."""
+        """Starts a session's steps. The time since the last step of an earlier session does not
+        count as a step time, because the run was reopened during this time."""
         self._step_begun = None
 
     def begin_step(self) -> None:

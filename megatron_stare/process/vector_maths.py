@@ -1,19 +1,20 @@
-"""Keeps a process's first vector-maths call into MKL on a single thread.
+"""Ensures that a single thread makes a process's first vector-maths call into MKL.
 
-ATen passes contiguous `cos`, `exp`, `log` and similar calls to MKL, one chunk per thread. MKL
-2024.2, which torch 2.13.0 contains, chooses its kernels in a process's first call, without a lock.
-If one thread reads MKL's choice while another thread is still writing it, the reading thread
-silently uses the AVX2 low-accuracy kernel for one chunk. An error of 1.5e-4 in RoPE's first `cos`
-becomes 1e-3 nats in a log-prob, and an engine that caches its cosines keeps the error.
-https://github.com/pytorch/pytorch/issues/188792
+For contiguous tensors, ATen passes `cos`, `exp`, `log` and similar functions to MKL, one chunk per
+thread. MKL 2024.2, which torch 2.13.0 contains, chooses its kernels during a process's first call
+and takes no lock. If one thread reads MKL's choice while another thread is still writing this
+choice, the reading thread silently uses the AVX2 low-accuracy kernel for one chunk. An error of
+1.5e-4 in RoPE's first `cos` becomes an error of 1e-3 nats in a log-prob. An engine that caches its
+cosines keeps this error. See https://github.com/pytorch/pytorch/issues/188792
 
 The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) call `settle` on import,
-before any of their code runs. Trainer ranks, engines, tools, benchmarks, and servers that load this
-project's plug-in therefore fix MKL's choice of kernels before torch starts a thread. MKL keeps the
-choice of kernels in the process's memory. A forked child inherits the choice. A spawned child
-imports the package, and the import calls `settle`. A second call of `settle` costs microseconds.
+before any of their code runs. In trainer ranks, engines, tools, benchmarks, and servers that load
+this project's plug-in, MKL's choice of kernels is therefore fixed before torch starts a thread. MKL
+keeps the choice of kernels in the process's memory. A forked child inherits the choice. A spawned
+child imports the package, and the import calls `settle`. A second call of `settle` costs
+microseconds.
 
-Remove this module once torch's wheels contain oneMKL 2025.0 or newer, or once this project pins a
+Remove this module when torch's wheels contain oneMKL 2025.0 or newer, or when this project pins a
 torch release that closes issue 188792.
 """
 
@@ -29,8 +30,9 @@ FUNCTIONS = (
 
 
 def settle() -> None:
-    """Calls each function of FUNCTIONS once in each precision. torch computes a single element on a
-    single thread, so no other thread calls MKL at the same time."""
+    """Calls each function of FUNCTIONS once in float32 and once in float64. Each call computes a
+    single element. For a single element torch uses a single thread, so no other thread calls MKL at
+    the same time."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in FUNCTIONS:

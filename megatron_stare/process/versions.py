@@ -1,10 +1,10 @@
 """Identifies the code and the platform of a run: releases of packages, commit and digest of this
 package, and the device.
 
-If two runs have the same parallel layout and equal results of `computes_on`, the runs compute
-bit-equal numbers. The last bits of a number depend only on the layout and on the contents of
-`computes_on`'s result. Torch is imported only inside functions, because the command `doctor` may
-run in an environment without torch.
+Without compiled functions, two runs compute bit-equal numbers if their parallel layouts are the
+same and their results of `computes_on` are equal. Rounding depends only on the layout and on the
+items that `computes_on` returns. Torch is imported only inside functions, because the command
+`doctor` may run in an environment without torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _TIMEOUT_S = 5.0  # git on a hanging disk must not block a run
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the installed release of each given package, by name. Packages that are not installed
-    are left out."""
+    """Returns the installed release of each given package, by the package's name. Packages that are
+    not installed are left out."""
     found = {}
     for name in packages:
         try:
@@ -55,7 +55,7 @@ COMPILED = "compiled functions"  # in the description of a device; see `computes
 
 def computes_on(compiled: bool = False) -> str:
     """Returns the device, library releases, and a digest of this package's code. An upgrade of a
-    library or of the code may change the order of sums.
+    library or of this package may change the order in which numbers are summed.
 
     Args:
         compiled: torch.compile makes functions of the model. Which kernels it makes depends on the
@@ -94,10 +94,11 @@ def _cpu_info() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Returns the date, the host and the code version with which a run's numbers are computed.
+    """Returns the date, the host, and the version of the code that computes a run's numbers.
 
-    The keys are `date` (local time with its offset, ISO 8601), `host`, `version`, and in a git
-    checkout `commit`. The commit ends in `+changes` if tracked files differ from the commit.
+    The keys are `date` (local time with its offset, ISO 8601), `host`, `version` and, in a git
+    checkout, `commit`. The value of `commit` ends in `+changes` if tracked files differ from the
+    commit.
     """
     found = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

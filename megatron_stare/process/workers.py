@@ -23,7 +23,7 @@ class WorkerSilentError(WorkerLostError):
 
 
 class Workers(ABC):
-    """A fixed number of equal workers."""
+    """A fixed number of workers of the same kind."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -42,27 +42,27 @@ class Workers(ABC):
     ) -> list[Any]:
         """Returns the results in the order of `handles`, or raises a worker's error.
 
-        When the call of a handle finishes, `on_done` is called with the index of the handle in
-        `handles`. `timeout_s` replaces the usual time limit of one call, in seconds.
+        When a call finishes, `on_done` receives the index of the call's handle in `handles`.
+        `timeout_s`, in seconds, replaces the usual limit on the wait for the next result.
         """
 
     @abstractmethod
     async def result(self, handle: Handle) -> Any:
-        """Async version of `wait` for one handle. If workers are processes, the event loop is not
-        blocked.
+        """Async version of `wait` for one handle. If the workers are processes, `result` does not
+        block the event loop.
 
         Returns the result, or raises the worker's own error. Raises WorkerLostError if the worker
-        died or the call exceeded the time limit of one call.
+        died or if the call took longer than the time limit of a call.
         """
 
     @abstractmethod
     def share(self, value: Any) -> Handle:
-        """Stores a value once for all workers, and returns a handle with which every worker can
-        fetch the value."""
+        """Stores one copy of a value for all workers, and returns a handle with which every worker
+        can fetch the value."""
 
     def replace(self, worker: int) -> None:
-        """Ends one worker, whatever its state, and recreates the worker in the same place. Returns
-        when the new worker is ready.
+        """Ends one worker, even if it hangs or is dead, and starts a new worker in its place.
+        Returns when the new worker is ready.
 
         Any thread may call `replace`, but no other thread may call this worker at the same time.
         Raises UserError if the worker cannot be created.
@@ -71,7 +71,8 @@ class Workers(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the workers. A worker cleans up first if it can. Closing twice is allowed."""
+        """Ends the workers. A worker that still responds cleans up before it ends. Closing twice is
+        allowed."""
 
     def start(self, method: str, *args: Any) -> list[Handle]:
         """Starts a call on every worker."""

@@ -21,10 +21,10 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One problem to be answered.
 
-    `cursor` counts the prompts drawn since the run began. Every cursor is unique in a run, and
-    every batch is ordered by cursor. Prompts with the same non-empty `problem` are rewordings of
-    one problem. Prompts with an empty `problem` are the same problem only if text and answer are
-    the same.
+    `cursor` is the number of prompts that the run drew before this prompt. Every cursor is unique
+    in a run, and every batch is ordered by cursor. Prompts with the same non-empty `problem` are
+    rewordings of one problem. Two prompts with an empty `problem` are the same problem only if
+    their texts and answers are equal.
     """
 
     cursor: int
@@ -42,9 +42,9 @@ class Demonstration(Prompt):
     """One conversation for supervised training. `token_ids` are the ids of the tokens before the
     first token that carries loss.
 
-    response: ids of the conversation's remaining tokens, at least one token.
-    loss_mask: True for each token of `response` that the assistant wrote.
-    written: text of the response, for people who read the conversation.
+    `response`: ids of the conversation's remaining tokens, at least one token.
+    `loss_mask`: True for each token of `response` that the assistant wrote.
+    `written`: text of the response, for people who read the conversation.
     """
 
     response: tuple[int, ...] = ()
@@ -131,8 +131,8 @@ class TokenBatch:
 
     @property
     def in_baseline(self) -> Tensor:
-        """[N] bool: positions of responses whose rewards count in the baseline. Responses without
-        loss (`truncated: mask`) are in this mask but not in `loss_mask`."""
+        """[N] bool: True for the positions of responses whose rewards enter the baseline. Truncated
+        responses without loss (`truncated: mask`) are in this mask but not in `loss_mask`."""
         return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property
@@ -143,22 +143,23 @@ class TokenBatch:
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] detached log-prob by which a method selects tokens. The statistics of the whole batch
-        and every micro-batch use the same values."""
+        """[N] detached log-prob by which a method selects tokens. Every micro-batch uses the same
+        values as the statistics of the whole batch."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] detached entropy in nats by which a method selects tokens. The entropy and the
-        log-probs in `selected_by` come from the same policy, with one exception: if `selected_by`
-        contains an engine's log-probs, the entropy comes from the log-prob pass, because engines
-        return no entropies."""
+        """[N] detached entropy in nats by which a method selects tokens. The entropy normally comes
+        from the same policy as the log-probs in `selected_by`. If `selected_by` contains an
+        engine's log-probs, the entropy comes from the log-prob pass, because engines return no
+        entropies."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 
     def select(self, rows: Tensor) -> TokenBatch:
-        """Returns a TokenBatch of only the positions `rows` ([n] int64) of this batch."""
+        """Returns a TokenBatch that contains only the positions `rows` ([n] int64) of this
+        batch."""
         per_token = {
             f.name: value[rows]
             for f in fields(self)
@@ -169,13 +170,15 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """The branches of every micro-batch on every data-parallel rank: `ranks[dp_rank][micro_batch]`
-    = branches. Most samples have one branch (rollout_batch.Branches).
+    """Assignment of branches to the micro-batches of every data-parallel rank.
+    `ranks[dp_rank][micro_batch]` lists the branches of one micro-batch. Most samples have one
+    branch (rollout_batch.Branches).
 
     The log-prob pass and training share one plan, so on-policy ratios are exactly 1. Every rank has
     the same number of micro-batches. An empty micro-batch is a dummy whose loss has coefficient 0.
     The micro-batches of a mini-batch (the batch of one optimizer step) are consecutive. `sizes`
-    holds the number of micro-batches of each mini-batch; () means one mini-batch.
+    contains the number of micro-batches of each mini-batch. If `sizes` is empty, all micro-batches
+    form one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -187,7 +190,8 @@ class MicroBatchPlan:
 
     @property
     def mini_batches(self) -> list[slice]:
-        """Returns the slice of micro-batches of every mini-batch."""
+        """Returns one slice for each mini-batch. The slice selects the micro-batches of the
+        mini-batch."""
         sizes = self.sizes or (self.micro_batches,)
         return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 

@@ -1,8 +1,8 @@
-"""Defines the requests that a method may make for statistics of the whole batch, and the answers to
-these requests. Torch is the only library that this module imports.
+"""Defines a method's requests for statistics of the whole batch, and the answers to these requests.
+Torch is the only library that this module imports.
 
 A method names its requests. `ops/statistics_executor.py` computes the answers over the right
-process groups. A method's statistics are therefore exact over the global batch in every layout.
+process groups. In every layout, a method's statistics are therefore exact for the whole batch.
 
 Shape legend: N response positions held by this rank.
 """
@@ -20,11 +20,11 @@ Interpolation = Literal["linear", "lower", "higher", "nearest"]
 
 @dataclass(frozen=True)
 class TopK:
-    """Request for the k masked positions with the largest `key`. Among equal keys, the position
-    with the lower index comes first.
+    """Request for the k positions in `mask` with the largest `key`. If two keys are equal, the
+    position with the lower index is preferred.
 
-    n is the number of positions where `mask` is True. k is top_k_count(n, share), or min(n, count)
-    if `count` is given.
+    Here n is the number of positions where `mask` is True. If `count` is given, k is min(n, count).
+    Otherwise k is top_k_count(n, share).
     """
 
     key: Tensor  # [N] float32
@@ -36,14 +36,14 @@ class TopK:
 
 @dataclass(frozen=True)
 class Quantile:
-    """Request for the q-quantile of `x` over the masked positions, with `x` converted to float32.
-    The quantile is NaN if no position is masked.
+    """Request for the q-quantile of `x`, converted to float32, over the positions in `mask`. The
+    quantile is NaN if no position is in `mask`.
 
-    The quantile is at position (n - 1) q of the sorted values. If the position is between two
-    values, `interpolation` has the same meaning as in numpy. 'nearest' rounds a position halfway
-    between two values to the even position. Callers must convert `x` to float32 before they compare
-    `x` with the quantile. Otherwise the value at the quantile's own position may compare as smaller
-    than the quantile.
+    The quantile is at position (n - 1) q of the n sorted values. If this position is between two
+    values, `interpolation` determines the quantile in the same way as in numpy. The interpolation
+    'nearest' rounds a position halfway between two values to the even position. Callers must
+    convert `x` to float32 before they compare `x` with the quantile. Without the conversion, the
+    value at the quantile's own position may be smaller than the quantile.
     """
 
     x: Tensor  # [N]
@@ -54,8 +54,8 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """Request for [number] float64 sums of `x` by segment over the masked positions. The sum of a
-    segment without masked positions is 0."""
+    """Request for the float64 sums of `x` over the positions in `mask`, one sum for each of
+    [number] segments. The sum of a segment without positions in `mask` is 0."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)
@@ -65,8 +65,8 @@ class SegmentSum:
 
 @dataclass(frozen=True)
 class Mean:
-    """Request for the mean of `x` over the masked positions. The mean is NaN if no position is
-    masked. Controllers ignore NaN."""
+    """Request for the mean of `x` over the positions in `mask`. The mean is NaN if no position is
+    in `mask`. Controllers ignore NaN."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -74,7 +74,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """Request for the sum of `x` over the masked positions."""
+    """Request for the sum of `x` over the positions in `mask`."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -82,8 +82,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """Request for the largest `x` of the masked positions. The answer is -inf if no position is
-    masked."""
+    """Request for the largest `x` over the positions in `mask`. The answer is -inf if no position
+    is in `mask`."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -91,7 +91,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Count:
-    """Request for the number of masked positions."""
+    """Request for the number of positions in `mask`."""
 
     mask: Tensor  # [N] bool
 
@@ -101,8 +101,8 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer to a TopK. Every masked position whose key is at least `key` is selected. All tensors
-    are 0-dim and stay on the device."""
+    """Answer to a TopK. The selected positions are all positions in the mask whose ordering key is
+    at least `key`. All tensors are 0-dim and stay on the device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
     k: Tensor  # int64, number of selected positions
@@ -110,7 +110,7 @@ class Threshold:
     value: Tensor  # float32, the smallest selected value; +inf if k = 0
 
     def select(self, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-        """[N] bool: the k selected positions."""
+        """[N] bool: True for the k selected positions."""
         return mask & (ordering_key(key, index) >= self.key) & (self.k > 0)
 
 
@@ -135,9 +135,10 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
     """[N] int64 key ordered by (x ascending, index descending). The keys are unique if the indices
     are unique.
 
-    The high 32 bits hold `x` in float32, as an integer with the same order (the bits of negative
-    numbers are complemented). The low 32 bits hold the complement of `index`. If two values are
-    equal, the value with the lower index therefore has the larger key.
+    The high 32 bits contain the float32 value of `x` as an integer that sorts in the same order. To
+    keep this order, the bits of negative numbers are complemented. The low 32 bits contain the
+    complement of `index`. If two values of `x` are equal, the value with the lower index therefore
+    has the larger key.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
     # int32 values in the order of the floats
@@ -154,14 +155,15 @@ def threshold(statistics: Statistics, name: str) -> Threshold:
 
 
 def value_of_key(key: Tensor) -> Tensor:
-    """Returns the float32 value `x` in a key of `ordering_key`."""
+    """Returns the float32 value `x` from which `ordering_key` made the key."""
     high = key >> 32
     return torch.where(high < 0, high ^ 0x7FFFFFFF, high).to(torch.int32).view(torch.float32)
 
 
 def top_k_count(n: Tensor, share: float) -> Tensor:
-    """Returns the number k of positions to select. k is 0 if n = 0 or share <= 0. Otherwise k is
-    min(n, max(1, int(n share + 0.999999))), a ceiling that ignores floating-point noise.
+    """Returns the number k of positions to select. The number k is 0 if n = 0 or share <= 0.
+    Otherwise k is min(n, max(1, int(n share + 0.999999))), which rounds n share up but ignores
+    floating-point noise.
 
     Source: STARE's released code (arXiv 2606.19236).
     """

@@ -1,5 +1,5 @@
-"""Defines the record of the difference between the log-probs of a rollout engine and of the
-trainer. The ranks that hold both log-probs compute the difference."""
+"""Defines the records that summarise the differences between a rollout engine's log-probs and the
+trainer's log-probs. The ranks that hold both log-probs compute the differences."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 class Sizes:
     """Summary of the absolute log-prob differences of some tokens.
 
-    not_numbers: the number of NaN differences.
-    largest_number, mean_number: the largest and the mean of the differences that are not NaN; 0 if
-        all differences are NaN.
+    `not_numbers`: the number of NaN differences.
+    `largest_number`, `mean_number`: the largest and the mean of the differences that are not NaN.
+        Both are 0 if all differences are NaN.
     """
 
     tokens: int
@@ -38,16 +38,17 @@ class LogProbDifference:
     """Summary of the differences "log-prob of the engine minus log-prob of the trainer", in nats,
     over all tokens in a batch's loss mask.
 
-    everywhere: differences of all tokens. A token that no rank compared counts as NaN.
-    lowest: the smallest signed difference; NaN if any difference is NaN.
-    quantiles: quantiles of the absolute differences, by name.
-    from_position: differences for each range of positions; the key is the first position of the
+    `everywhere`: differences of all tokens. A token that no rank compared counts as a NaN
+        difference.
+    `lowest`: the smallest signed difference; NaN if any difference is NaN.
+    `quantiles`: quantiles of the absolute differences, by name.
+    `from_position`: differences for each range of positions. The key is the first position of the
         range. Ranges without tokens are left out.
-    of_version: differences for each weight version that sampled tokens; the key is the version.
-    longest: differences of the tokens of the longest response. If several responses are longest,
-        the first of these responses is used.
-    likely: differences of tokens to which the trainer gives a probability of at least 1/1000.
-    unlikely: differences of tokens to which the trainer gives a probability below 1/1000.
+    `of_version`: differences for each weight version that sampled tokens. The key is the version.
+    `longest`: differences of the tokens of the longest response. If several responses have the
+        greatest length, the first of these responses in the batch is used.
+    `likely`: differences of tokens to which the trainer gives a probability of at least 1/1000.
+    `unlikely`: differences of tokens to which the trainer gives a probability below 1/1000.
     """
 
     everywhere: Sizes

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 class Metric:
     """One entry of docs/metrics.md.
 
-    name: the metric's name in the log. `<n>` at the end of a name stands for a number,
+    `name`: the metric's name in the log. At the end of a name, `<n>` stands for a number and
         `<tool>` for the name of a tool.
-    unit: the metric's unit: nats, tokens, share (0 to 1), 0 or 1, ...
-    meaning: the measured quantity, and the tokens, samples or steps over which the quantity is
+    `unit`: the metric's unit: nats, tokens, share (0 to 1), 0 or 1, ...
+    `meaning`: the measured quantity, and the tokens, samples or steps over which the quantity is
         measured.
-    healthy: the range of values or the trend in a healthy run, and what a deviation indicates.
+    `healthy`: the range of values or the trend in a healthy run, and what a deviation indicates.
     """
 
     name: str

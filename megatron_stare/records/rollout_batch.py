@@ -7,8 +7,9 @@ A sample is a response. A sample has one or several branches, and each branch ha
 Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
 weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
-order: by prompt cursor, then by sample number. Branches are ordered by sample, then by their first
-token in the response. For a RankShare, n, t and r count only the branches of the rank.
+order: by prompt cursor, then by sample number. Branches are ordered by sample, then by the position
+of their first token in the response. In a RankShare, n, t and r have the same meaning as N, T and
+R, but only for the rank's own branches.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Branches:
 
 
 class _Columns:
-    """Properties common to RolloutBatch and RankShare. For a RankShare, n and r count only the
-    branches of the rank."""
+    """Properties that RolloutBatch and RankShare both have. In a RankShare, n and r have the same
+    meaning as N and R, but only for the rank's own branches."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -150,18 +151,19 @@ class RolloutBatch(_Columns):
         return replace(self, trajectories=self.trajectories[:samples], **columns)
 
     def share(self, branches: Sequence[int]) -> RankShare:
-        """Returns the share of a rank that takes `branches`, which must be in ascending order.
+        """Returns the share of one rank. `branches` lists the branches of this rank, in ascending
+        order.
 
         The share contains copies instead of views, because serialising a view would serialise the
-        view's whole tensor. If the rank takes all branches, nothing is copied and the RankShare
-        uses the batch's own columns.
+        view's whole tensor. If the rank has all branches, nothing is copied and the RankShare uses
+        the batch's own columns.
         """
         (share,) = self.shares([branches])
         return share
 
     def shares(self, ranks: Iterable[Sequence[int]]) -> Iterator[RankShare]:
-        """Yields the shares of all ranks, in order. Values common to all shares are computed once.
-        See `share`."""
+        """Yields the shares of all ranks, in order. Values that are the same in all shares are
+        computed only once. See `share`."""
         loss_lengths = self.loss_lengths
         return (self._share(branches, loss_lengths) for branches in ranks)
 
@@ -191,8 +193,8 @@ class RolloutBatch(_Columns):
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the entries of `branches` in the columns that can have several entries per
-        branch."""
+        """Returns, for every column that can have several entries per branch, the entries of
+        `branches`."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
@@ -275,8 +277,8 @@ class RankShare(_Columns):
     """Share of a rollout batch for one data-parallel rank.
 
     Columns with one entry per token contain only the rank's own branches. Columns with one number
-    per sample or branch contain all samples or branches of the batch, because counts, groups and
-    canonical numbers refer to the whole batch.
+    per sample or per branch cover the whole batch, because counts, groups and canonical numbers
+    refer to the whole batch.
     """
 
     own: Tensor  # [s] int64, ascending, numbers of the rank's own branches among the S
@@ -300,8 +302,8 @@ class RankShare(_Columns):
 
     def starts(self, lengths: Tensor) -> Tensor:
         """[S] int64 index at which each of the rank's branches starts in a column of this share.
-        The index is 0 for branches of other ranks. `lengths` [S] is the number of entries that each
-        branch has in this column."""
+        The index is 0 for branches of other ranks. `lengths` [S] contains the number of entries of
+        each branch in this column."""
         own = lengths[self.own]
         return torch.zeros_like(lengths).index_copy_(0, self.own, own.cumsum(0) - own)
 
@@ -320,7 +322,7 @@ def _laid_out(
     sample: int, trajectory: Trajectory, prompts: Mapping[int, Tensor]
 ) -> Iterator[_Branch]:
     """Yields the branches of a trajectory that have tokens. If no branch has tokens, yields the
-    first one."""
+    first branch."""
     prompt = prompts[trajectory.prompt.cursor]
     if not trajectory.branches:
         yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions, of_prompt=True)
@@ -337,7 +339,7 @@ def _laid_out(
 
 
 def _taken(column: Tensor, lengths: list[int], branches: Sequence[int]) -> Tensor:
-    """Returns the concatenated entries of the given branches in a flat column."""
+    """Returns the entries that the given branches have in a flat column, concatenated."""
     if len(branches) == len(lengths):
         return column
     ends = [0, *accumulate(lengths)]

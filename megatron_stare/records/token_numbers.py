@@ -1,9 +1,9 @@
 """Defines per-token values that the trainer computes for a few responses. The values are shown to
 people who read these responses. Torch is the only library that this module imports.
 
-Every rank that holds some of the tokens makes a TokenNumbers for its own tokens, called a part
-(`megatron/step/diagnostics.py`). The driver joins the parts, and attaches the values of each
-response to the response's trajectory.
+Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
+(`megatron/step/diagnostics.py`). The TokenNumbers of one rank is called a part. The driver joins
+the parts, and attaches the values of each response to the response's trajectory.
 
 Shape legend: n tokens of one response, m tokens of a part.
 """
@@ -39,7 +39,7 @@ class TokenNumbers:
     rare: Tensor
 
     def to_host(self) -> TokenNumbers:
-        """Returns the columns on the CPU, after waiting for the device."""
+        """Waits for the device and returns the columns on the CPU."""
         return TokenNumbers(**{f.name: getattr(self, f.name).cpu() for f in fields(self)})
 
 

@@ -2,7 +2,7 @@
 only third-party imports are numpy and torch.
 
 Shape legend: n tokens of the response; L layers; K experts to which a mixture of experts routes a
-token. An engine samples the tokens of a response, or an environment inserts them.
+token. Each token of a response was either sampled by an engine or inserted by an environment.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NOT_SAMPLED = -1  # weight version of tokens that an environment wrote
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a response, other than the first branch. The tokens of the branch follow the
+    """Any branch of a response except the first branch. The tokens of the branch follow the
     branch's own context.
 
-    A response branches if its environment rewrites the history, or lets the policy act as several
-    agents. Each token of a response belongs to exactly one branch, and was sampled after the
-    context of this branch. If the token also occurs in the context of another branch, the token
-    carries no loss there.
+    A response has several branches if its environment rewrites the history, or lets the policy act
+    as several agents. Each token of a response belongs to exactly one branch, and was sampled after
+    the context of this branch. A token that also occurs in the context of another branch carries no
+    loss in that context.
     """
 
     start: int  # index in the response of the branch's first token
@@ -96,15 +96,15 @@ class Trajectory:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Returns, for every branch, the index of its first token and the index after its last
-        token."""
+        """Returns two indices for every branch: the index of its first token, and the index after
+        its last token."""
         return list(pairwise([0, *(branch.start for branch in self.branches), len(self)]))
 
     @property
     def judged(self) -> bool:
-        """Tells whether the trajectory has a reward that can be compared with other rewards. After
-        a timeout of the verifier the reward is 0. If the verifier is a server, a timeout gives no
-        reward."""
+        """Tells whether the trajectory has a reward that can be compared with other rewards. If the
+        verifier runs in a local process and times out, the reward is 0. If the verifier is a server
+        and times out, there is no reward."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property
@@ -146,8 +146,8 @@ def sampled_trajectory(
 
 def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) -> Tensor:
     """Returns a tensor [m, L, K] of expert numbers. Each entry has one byte if a layer has at most
-    255 experts, else two bytes. One number of the data type stands for an unknown expert; see
-    `unknown`.
+    255 experts, and two bytes otherwise. The largest number of the data type stands for an unknown
+    expert; see `unknown`.
 
     Args:
         numbers: expert numbers, ordered by token and then by layer.

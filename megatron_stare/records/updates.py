@@ -99,10 +99,11 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """Combines the metrics of a training step's updates into the metrics of the training step.
     `updates` lists the updates in the order of execution.
 
-    Metrics that are a maximum are combined by the maximum over the updates. Counts of tokens are
+    For a metric that is a maximum, the result is the maximum over the updates. Counts of tokens are
     summed. Any other metric is averaged over the updates that report the metric. Only the first
-    update reports the metrics of the rollout batch. An average leaves out empty mini-batches and
-    updates whose scaled gradient overflowed, if at least one other update reports the metric.
+    update reports the metrics of the rollout batch. An average leaves out updates on empty
+    mini-batches and updates whose scaled gradient overflowed, if at least one other update reports
+    the metric.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite
@@ -138,8 +139,8 @@ def skipped_after(
 ) -> int:
     """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
     is the number of consecutive non-finite updates before the training step. Empty mini-batches and
-    overflows do not change the number. An empty mini-batch has no gradient, and an overflow only
-    requires a smaller loss scale.
+    overflows neither increase nor reset this number. An empty mini-batch has no gradient, and an
+    overflow only requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

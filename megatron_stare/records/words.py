@@ -169,7 +169,7 @@ def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
     """Makes a function that finds the same words as `finder` and returns (begin, end, word) for
-    each occurrence. The positions count characters from the start of the text."""
+    each occurrence. `begin` and `end` are character positions in the text."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
     return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]
