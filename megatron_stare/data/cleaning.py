@@ -31,8 +31,8 @@ _PIECE = re.compile(
 
 def pieces(text: str) -> list[tuple[str, bool]]:
     """Returns a text's words, numbers and operators in lower case and in order. A piece is a pair
-    (text, flag). The flag is True for a word or number, and False for an operator or bracket.
-    Commas, hyphens within words and other punctuation are omitted."""
+    (text, flag). The flag of a piece is True for a word or number, and False for an operator or
+    bracket. Commas, hyphens within words and other punctuation are omitted."""
     plain = _LAYOUT.sub(" ", text.translate({0x2212: "-", 0x2013: "-", ord("$"): ""}))
     plain = _HYPHEN.sub(" ", _GROUP.sub(r" \1 ", plain))
     return [

@@ -95,8 +95,9 @@ def _chosen(
 
 
 def _alone(rows: Sequence[Row], role: str, name: str) -> None:
-    """Checks that a column can be read as the prompt or the answer (`role`) in every row. For the
-    other role, an empty text is used. Raises UserError if the column cannot be read."""
+    """Checks that a column can be read as the prompt or the answer (`role`) in every row. The check
+    uses an empty text in place of the other column (answer or prompt). Raises UserError if the
+    column cannot be read."""
     other = "answer" if role == "prompt" else PROMPT_KEY
     for number, where, row in rows:
         fields = {name: _within(row, name), **({} if name == other else {other: ""})}

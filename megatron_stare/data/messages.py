@@ -65,8 +65,8 @@ def rendered(
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token carries no loss. Each turn is
-    encoded separately, so that no token spans two turns. Turns that a policy samples have the same
-    property.
+    encoded separately, so that no token spans two turns. In a rollout, no token spans two turns
+    either.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).
@@ -200,7 +200,7 @@ class Conversations:
     `dropped` contains the number of omitted rows for each reason. `remarks` reports how many
     conversations, tokens and tokens with loss the file has. `ends` contains the ids of the special
     tokens that end the assistant's turns in the file. At the end of a run, `driver/session.py` adds
-    these ids to the stop tokens of the exported model.
+    the ids in `ends` to the stop tokens of the exported model.
 
     Args:
         config: the run's configuration.

@@ -180,7 +180,7 @@ class PromptQueue:
 
     def leave_out(self, cursors: Iterable[int]) -> None:
         """Makes the queue skip all prompts whose cursors are in `cursors`, even prompts that were
-        given back. The queue skips the prompts of `cursors` after a `restore`, too."""
+        given back. After a `restore`, the queue still skips the prompts of `cursors`."""
         self._left_out |= frozenset(cursors)
 
     def _next(self) -> tuple[dict[str, int], Prompt]:

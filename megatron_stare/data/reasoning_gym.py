@@ -24,8 +24,8 @@ WHERE = "data.source"
 
 
 class ReasoningGym(GeneratedPrompts):
-    """A PromptSource of one task of the package `reasoning-gym`. A task can generate questions
-    without end.
+    """A PromptSource of one task of the package `reasoning-gym`. A task never runs out of
+    questions.
 
     Settings:
         dataset: name of the task, such as `chain_sum`.
@@ -104,8 +104,8 @@ def self_test() -> list[str]:
 
 @functools.lru_cache(maxsize=256)  # a prompt has many responses
 def make_entry(dataset: str, settings: str, seed: int, at: int) -> tuple[Any, dict[str, Any]]:
-    """Returns a task, and the task's question number `at` as an entry with question, answer and
-    metadata.
+    """Returns a pair: the task, and the task's entry number `at`. An entry consists of a question,
+    its answer and metadata.
 
     Args:
         settings: settings of the task, as JSON.

@@ -271,8 +271,8 @@ def record_of(
 
 
 def _columns(fields: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-    """Returns those columns of a row that are passed to the verifier. Every value can be written as
-    JSON."""
+    """Returns those columns of a row that are passed to the verifier. Every returned value can be
+    written as JSON."""
     found = {}
     for name in fields if columns == "all" else columns:
         value = fields[name] if columns == "all" else _get(fields, name)

@@ -74,8 +74,8 @@ class Problem:
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:
-        """Returns the three running totals of an attempt. The first is the total after the first
-        operand; the last is the attempt's result."""
+        """Returns the three running totals of an attempt. The first running total includes the
+        first operand; the last running total is the attempt's result."""
         steps = (sign * operand for sign, operand in zip(signs, self.operands, strict=True))
         return list(accumulate(steps, initial=self.start))[1:]
 

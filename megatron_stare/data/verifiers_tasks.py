@@ -16,10 +16,10 @@ from megatron_stare.environments.verifiers_library import COLUMN, EVALUATED, ope
 class VerifiersTasks(GeneratedPrompts):
     """A PromptSource of the tasks in a taskset. `rollout.environment` names the taskset.
 
-    From a finite taskset, training takes every task once per epoch, each epoch in a new random
-    order, and evaluations take the tasks in the taskset's order. In an endless taskset, the first
-    `EVALUATED` tasks are reserved for evaluations. Training takes the later tasks of an endless
-    taskset, each task once.
+    From a finite taskset, training takes every task once per epoch, in a new random order in each
+    epoch. From a finite taskset, evaluations take the tasks in the taskset's order. In an endless
+    taskset, the first `EVALUATED` tasks are reserved for evaluations. Training takes the later
+    tasks of an endless taskset, each task once.
 
     The text of a prompt is for display only, because the environment renders the conversation
     itself.

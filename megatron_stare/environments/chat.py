@@ -139,8 +139,8 @@ class ChatFormat:
         """Returns the ids [n] and the text of the tokens between one turn of the policy and its
         next turn. These tokens contain the messages and the opening of the policy's next turn.
 
-        If the text of a special token or a tool-call tag occurs in a message, a space is inserted
-        to break it up.
+        A space is inserted into every special token and every tool-call tag that occurs in the text
+        of a message.
 
         Args:
             messages: answers of tools ({"role": "tool", "content": text}), then messages of other

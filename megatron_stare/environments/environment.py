@@ -90,12 +90,12 @@ class Generate(Protocol):
         """Calls a tool and returns the tool's answer. A tool that is not idempotent is called at
         most once, even if the environment runs again.
 
-        The journal records the intent before the call and the answer after the call. After an
-        interruption of the response or a resume of the run, the environment runs again. In this
-        second run, the journal returns each recorded answer without a call of the tool. If the
-        journal contains an intent without an answer, nobody knows whether the tool acted. If the
-        tool is idempotent, a call without a recorded answer is repeated under the same id. If the
-        tool is not idempotent, the rollouts discard the response.
+        The journal records the intent before the call and the answer after the call. An environment
+        runs again after its response was interrupted or the run was resumed. When the environment
+        runs again, the journal returns each recorded answer without a call of the tool. If the
+        journal contains an intent without an answer, nobody knows whether the tool acted. An
+        unanswered call of an idempotent tool is repeated under the same id. A response with an
+        unanswered call of any other tool is discarded by the rollouts.
 
         Args:
             tool: awaited as `tool(request, id)`, where `id` is unique to this call. When the

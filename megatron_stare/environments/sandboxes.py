@@ -266,8 +266,9 @@ class Remote(Sandbox):
 
 
 class Interpreter(Sandbox):
-    """Runs code in the interpreter `pydantic-monty`. This sandbox works without namespaces of the
-    kernel. Its interpreter has no numpy, no sympy and only a small part of the standard library.
+    """Runs code in the interpreter `pydantic-monty`. The interpreter's processes need no kernel
+    namespaces. The interpreter has no numpy, no sympy and only a small part of the standard
+    library.
 
     Args:
         workers: number of programs that run at the same time.
@@ -398,8 +399,8 @@ def command() -> list[str]:
 def _proc() -> tuple[str, ...]:
     """Returns the bubblewrap options for a worker's /proc. Usually the worker gets a new /proc. In
     a container in which parts of /proc are covered, for example by NVIDIA's container hook, the
-    kernel refuses a new /proc, so the worker gets the container's /proc. The programs that a worker
-    runs always see an empty /proc."""
+    kernel refuses a new /proc. If the kernel refuses a new /proc, the worker gets the container's
+    own /proc. The programs that a worker runs always see an empty /proc."""
     own = ("--proc", "/proc")
     bwrap = shutil.which("bwrap") or "bwrap"
     tried = subprocess.run(

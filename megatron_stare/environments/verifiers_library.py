@@ -179,7 +179,7 @@ class Library:
         taskset, only the first EVALUATED and the newest RECENT tasks stay in memory; evaluations
         use the first tasks repeatedly. A run that goes back to an earlier checkpoint can need a
         task that is no longer in memory; the taskset is then read again from its beginning. Raises
-        DataError if the first task then differs from the first task before."""
+        DataError if the taskset begins with a different task when it is read again."""
         if at < self._drawn and at not in self._tasks:
             first = self._tasks[0]
             self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0
@@ -289,7 +289,7 @@ class Episode:
     event loop of the rollouts.
 
     failed: error that ended the response, such as an error of an engine. The error is not passed on
-        to the library, because the library would record it as an error of the episode.
+        to the library, because the library would treat it as an error of its own.
     """
 
     def __init__(
@@ -513,8 +513,8 @@ async def _served(
     ready: concurrent.futures.Future[Any],
     stop: asyncio.Event,
 ) -> None:
-    """Runs the servers until `stop` is set. When all servers have started, `ready` receives its
-    result: the `ModelContext` that all episodes use."""
+    """Runs the servers until `stop` is set. When all servers have started, sets the result of the
+    future `ready` to the `ModelContext` that all episodes use."""
     from aiohttp import web
     from verifiers.v1 import ModelContext, TrainClientConfig
 

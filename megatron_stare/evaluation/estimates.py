@@ -80,8 +80,8 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Sums weights over all ways to draw k - a responses from `others` and `silent`. A way draws at
-    most `a` responses from each class in `others`. The weight of each way is divided by 1 + T,
+    """Sums weights over all ways to draw k - a responses from `others` and `silent`. Each way draws
+    at most `a` responses from each class in `others`. The weight of each way is divided by 1 + T,
     where T is the number of classes from which the way draws exactly `a` responses.
 
     Args:

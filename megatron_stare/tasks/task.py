@@ -116,8 +116,8 @@ class Task:
     def about(self) -> dict[str, Any]:
         """Returns entries about the task for the record of an evaluation.
 
-        For the run's own task with one response per problem, there are no entries, because
-        config.yaml already contains the settings of the run's own task.
+        The run's own task has no entries if it has one response per problem, because config.yaml
+        already contains its settings.
         """
         if self.name is None and self.samples == 1:
             return {}
