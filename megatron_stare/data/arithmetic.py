@@ -1,10 +1,10 @@
-"""The task of the quickstart. The policy adds three two-digit numbers and writes out two partial
-sums. Problems are generated when needed and never stored.
+"""The task of the quickstart. The policy adds three two-digit numbers in two written steps.
+Problems are generated when needed and never stored.
 
-Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
-split, so training and held-out problems never overlap. Rollouts use `ArithmeticPrompts`. The
-starting model of the quickstart was trained on demonstrations in a supervised warm-up. The
-tokenizer of this model uses `ALPHABET`.
+Problem number i of a stream depends only on i, the seed and the split. A fixed hash assigns each
+problem to the training split or the evaluation split, so the two splits share no problem. Rollouts
+use `ArithmeticPrompts`. The quickstart's initial model is the result of supervised training on
+demonstrations. The tokenizer of the quickstart's model uses `ALPHABET`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Problem:
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
     """Returns problem number `index` of a stream.
 
-    Problems may repeat within a stream, identically or reordered, but never across splits. Among
-    the first 1,000 held-out problems, 36 repeat an earlier problem. For 4 of these 36 problems, the
-    order of the numbers is also the same.
+    A stream may contain the same problem several times, with its numbers in the same or in another
+    order. The two splits never share a problem. Of the first 1,000 held-out problems, 36 repeat an
+    earlier problem: 4 with its numbers in the same order, 32 in another order.
     """
     attempt = 0
     while True:
@@ -64,13 +64,14 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 def split_of(problem: Problem) -> Split:
     """Returns the split of a problem. The split does not depend on the seed. All reorderings of a
-    problem are in the same split, because they have the same sum."""
+    problem are in the same split, because the hash that chooses the split ignores the order of the
+    numbers."""
     return "eval" if counter_hash(*sorted(problem.operands)) % _EVAL_ONE_IN == 0 else "train"
 
 
 def demonstration(problem: Problem, seed: int, wrong_rate: float) -> str:
-    """Returns a worked answer, such as '14+27=41;58+41=99'. The answer is one of twelve equally
-    likely derivations.
+    """Returns a worked answer, such as '14+27=41;58+41=99'. The worked answer is drawn from twelve
+    equally likely orders of adding the three numbers.
 
     Args:
         seed: selects the derivation. The derivation also depends on the problem.

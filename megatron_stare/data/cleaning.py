@@ -1,9 +1,8 @@
-"""Finds the problems to leave out of training data, which are repeated problems and problems of the
-evaluation sets.
+"""Finds problems to remove from training data: repeated problems and problems of evaluation sets.
 
-Problems are compared by their words, numbers and operators in lower case. Spacing, punctuation and
-dollar signs do not count, but 3+4 and 3-4 are different problems. This module imports only small
-libraries.
+Two problems are compared by their words, numbers and operators, in lower case. The comparison
+ignores spacing, punctuation and dollar signs, but distinguishes 3+4 from 3-4. This module imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _PIECE = re.compile(
 
 
 def pieces(text: str) -> list[tuple[str, bool]]:
-    """Returns a text's words, numbers and operators in lower case and in order. The flag of a piece
-    is True for a word or number, and False for an operator. Brackets count as operators. Hyphens
-    within words, commas and other punctuation are left out."""
+    """Returns a text's words, numbers and operators in lower case and in order. A piece is a pair
+    (text, flag). The flag of a piece is True for a word or number, and False for an operator or
+    bracket. Commas, hyphens within words and other punctuation are omitted."""
     plain = _LAYOUT.sub(" ", text.translate({0x2212: "-", 0x2013: "-", ord("$"): ""}))
     plain = _HYPHEN.sub(" ", _GROUP.sub(r" \1 ", plain))
     return [
@@ -45,17 +44,18 @@ def pieces(text: str) -> list[tuple[str, bool]]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Returns a text's words, numbers and operators (see `pieces`). Omits an = sign at the end."""
+    """Returns a text's words, numbers and operators (see `pieces`). Omits an = sign at the end of
+    the text."""
     found = [piece for piece, _ in pieces(text)]
     return tuple(found[:-1] if found[-1:] == ["="] else found)  # 2+2= asks for 2+2
 
 
 class Repeats(NamedTuple):
-    """Positions of problems in a list. A problem is a pair (prompt, answer).
+    """Positions of the problems of a list, in three groups. A problem is a pair (prompt, answer).
 
-    kept: problems that stay.
-    repeated: problems that repeat the prompt and the answer of a kept problem.
-    contradicted: problems that occur with different answers.
+    kept: positions of the problems that stay.
+    repeated: positions of problems with the same prompt and the same answer as a kept problem.
+    contradicted: positions of problems whose prompt occurs with different answers.
     """
 
     kept: list[int]
@@ -64,11 +64,11 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """Keeps one problem of every set of problems whose prompts have the same words and operators.
-    The first problem of the set is kept. If the answers in a set differ, no problem of the set is
-    kept, because at least one answer must be wrong.
+    """Keeps the first of all problems whose prompts have the same words and operators. If problems
+    with the same prompt have different answers, keeps none of these problems, because at least one
+    of the answers must be wrong.
 
-    Prompts without words or operators are compared by their characters.
+    If a prompt contains no words and no operators, the whole prompt text is compared instead.
     """
     places: dict[tuple[str, ...], list[tuple[int, str]]] = {}
     for at, (prompt, answer) in enumerate(problems):
@@ -84,7 +84,7 @@ def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
 
 
 class Contamination:
-    """Problems that training must not see.
+    """Problems of the evaluation, which training must not see.
 
     Args:
         problems: problems of the evaluation.
@@ -110,8 +110,8 @@ class Contamination:
 
 
 def _grams(found: Sequence[tuple[str, bool]], ngram: int) -> Iterator[tuple[str, ...]]:
-    """Yields every sequence of `ngram` consecutive words. A sequence includes the operators between
-    its words, such as + or brackets."""
+    """Yields every sequence of `ngram` consecutive words. Each sequence also contains the operators
+    and brackets between these words."""
     places = [at for at, (_, is_word) in enumerate(found) if is_word]
     for first, last in zip(places, places[ngram - 1 :], strict=False):
         yield tuple(piece for piece, _ in found[first : last + 1])

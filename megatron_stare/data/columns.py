@@ -1,4 +1,4 @@
-"""Guesses from the first rows of a file which columns hold the prompt and the answer."""
+"""Guesses which columns of a file hold the prompt and the answer, from the first rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANSWER_KEYS = (*ANSWER_KEYS, *ANSWERS, "extra_info.answer")
 class Columns(NamedTuple):
     """Columns of a file.
 
-    names: all columns of the first row; nested columns have dotted names.
+    names: all columns of the first row; a nested column has a dotted name, such as `a.b`.
     prompt, answer: the chosen columns.
     records: the first rows, read with the chosen columns.
     """
@@ -41,9 +41,9 @@ class Columns(NamedTuple):
 
 
 def guess_columns(path: str, prompt: str | None = None, answer: str | None = None) -> Columns:
-    """Finds the columns of prompt and answer. Uses a column that the caller names. Otherwise tries
-    a list of common column names and takes the first column that has the right type in each of the
-    first rows.
+    """Finds the columns of prompt and answer. If the caller names a column, uses this column.
+    Otherwise tries usual column names in order, and takes the first column whose values have the
+    right type in all of the first rows.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.
@@ -76,8 +76,8 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 def _chosen(
     rows: Sequence[Row], names: Sequence[str], path: str, role: str, usual: Sequence[str]
 ) -> str:
-    """Returns the first column that has one of the `usual` names and can be read as `role`, the
-    prompt or the answer. Upper and lower case of names do not matter."""
+    """Returns the first column of the list `usual` whose values can be read as `role`. `role` is
+    'prompt' or 'answer'. The comparison of column names ignores case."""
     lower = {name.lower(): name for name in reversed(names)}
     why = ""
     for name in (lower[key] for key in usual if key in lower):
@@ -95,8 +95,9 @@ def _chosen(
 
 
 def _alone(rows: Sequence[Row], role: str, name: str) -> None:
-    """Reads one column of every row as the prompt or answer (`role`). An empty text stands in for
-    the column of the other role. Raises UserError."""
+    """Checks that a column can be read as the prompt or the answer (`role`) in every row. The check
+    uses an empty text in place of the other column (answer or prompt). Raises UserError if the
+    column cannot be read."""
     other = "answer" if role == "prompt" else PROMPT_KEY
     for number, where, row in rows:
         fields = {name: _within(row, name), **({} if name == other else {other: ""})}
@@ -109,7 +110,7 @@ def _records(rows: Sequence[Row], prompt: str, answer: str) -> list[Record]:
 
 
 def _names(row: dict[str, Any], above: str = "") -> list[str]:
-    """Returns the names of a row's columns. A nested column has a dotted name."""
+    """Returns the names of a row's columns. A nested column has a dotted name, such as `a.b`."""
     found = []
     for key, value in row.items():
         found += _names(value, f"{above}{key}.") if isinstance(value, dict) else [f"{above}{key}"]

@@ -1,6 +1,6 @@
 """Encodes the text of a prompt into the token ids that the policy continues (`Prompt.token_ids`).
-Every source uses this encoder, so templates and the length limit have the same effect for every
-source."""
+Every prompt source uses this encoder, so templates and the length limit apply to all sources
+alike."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PromptTooLongError(DataError):
 
 class PromptEncoder:
     """Tokenizes prompts according to `data.template`, `data.chat_template`,
-    `data.chat_template_kwargs` and `rollout.max_prompt_tokens`. The chat template also gets the
-    schemas of the environment's tools.
+    `data.chat_template_kwargs` and `rollout.max_prompt_tokens`. If the environment has tools, their
+    schemas are passed to the chat template.
 
     Args:
         config: the run's configuration.

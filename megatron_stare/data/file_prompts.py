@@ -1,10 +1,11 @@
-"""Supplies prompts from files. Each split has one file, or training has a weighted mixture of
-files.
+"""Supplies prompts from files. Evaluation reads one file; training reads one file or a weighted
+mixture of several files.
 
 A source reads and checks its files once, when it is built. data/records.py defines the records of a
-file. The order of a pass over a file depends only on the seed, the file and the number of the pass.
-The number of prompts taken so far decides which file gives the next prompt. The cursor is therefore
-the whole state, and the order does not depend on the number of training ranks.
+file. Within a pass over a file, the order of the records depends only on the seed, the file and the
+number of the pass. In a mixture, the number of prompts taken so far (the cursor) decides which file
+supplies the next prompt. The cursor is therefore all that a resumed run needs, and the order of the
+prompts does not depend on the number of training ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from megatron_stare.records.batch import Prompt
 class _Part:
     """A file of a mixture.
 
-    weight: integer weight of the file; see `whole_weights`.
-    records: records of the file that can be taken.
-    taken: number of records taken so far.
-    pass_: number of the current pass over the file; `order` is the order of this pass.
+    weight: weight of the file in the mixture, as an integer; see `whole_weights`.
+    records: records of the file, without those that were left out.
+    taken: number of records taken from the file so far.
+    pass_: number of the current pass over the file; `order` is the order of the records in this
+        pass.
     """
 
     file: MixtureFile
@@ -46,10 +48,10 @@ class _Part:
 
 
 class FilePrompts:
-    """A PromptSource over files. Every pass over a file has a new order.
+    """A PromptSource over files. Every pass over a file has a new random order.
 
-    `dropped` counts the records that were left out, by reason. `remarks` contains notes for the
-    user about the records that stay.
+    `dropped` contains the number of omitted records for each reason. `remarks` contains notes for
+    the user about the remaining records.
 
     Args:
         config: the run's configuration.
@@ -103,8 +105,8 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Tells whether the prompt can be taken. If the prompt is too long, returns False if `drop`
-        is true and raises PromptTooLongError otherwise."""
+        """Returns True if the record's prompt is short enough. A prompt that is too long gives
+        False if `drop` is true, and raises PromptTooLongError if `drop` is false."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
@@ -114,8 +116,8 @@ class FilePrompts:
         return True
 
     def _without_repeats(self, records: list[Record]) -> list[Record]:
-        """Returns the records without repeats. Two records are repeats if they have the same prompt
-        tokens and the same answer. The first of several repeats stays."""
+        """Returns the records without repeats. Of several records with the same prompt tokens and
+        the same answer, only the first is kept."""
         first: dict[tuple[tuple[int, ...], str], Record] = {}
         for record in records:
             first.setdefault(
@@ -155,7 +157,7 @@ class FilePrompts:
                 )
 
     def _repeats(self) -> list[str]:
-        """Returns a remark if some of the remaining prompts are exact repeats, and [] otherwise."""
+        """Returns one remark if the same prompt occurs more than once, and [] otherwise."""
         answers: dict[str | Messages, list[str]] = {}
         for part in self._parts:
             for record in part.records:
@@ -171,7 +173,7 @@ class FilePrompts:
         ]
 
     def trained_on(self, prompts: Iterable[str]) -> int:
-        """Returns the number of texts in `prompts` that are problems of this source."""
+        """Returns how many of the texts in `prompts` are prompts of this source."""
         known = {record.prompt for part in self._parts for record in part.records}
         return sum(prompt in known for prompt in prompts)
 
@@ -184,8 +186,8 @@ class FilePrompts:
         return [self._next() for _ in range(n)]
 
     def state(self) -> dict[str, int]:
-        """Returns the number of prompts taken since the run began, the checksum of the files, and
-        for several files the mixing rule."""
+        """Returns the number of prompts taken since the run began and the checksum of the files.
+        With several files, the state also contains the mixing rule."""
         state = {"cursor": self._cursor, "checksum": self._checksum}
         return state | {"by_deadline": int(self._by_deadline)} if len(self._parts) > 1 else state
 
@@ -211,17 +213,17 @@ class FilePrompts:
                 self._part(cursor).taken += 1
 
     def _part(self, cursor: int) -> _Part:
-        """Returns the file that the prompt at `cursor` comes from.
+        """Returns the file that supplies the prompt at position `cursor`.
 
-        After c prompts from all files together, the share of a file is c times the file's weight,
-        divided by the sum of the weights. The deadline of a file's j-th prompt, counted from 1, is
-        the number of prompts c at which the file's share reaches j. Candidates are the files that
-        have given fewer prompts than their share after c = cursor + 1 prompts. The candidate whose
-        next prompt has the earliest deadline is chosen. If several candidates have the earliest
-        deadline, the first one is chosen. This rule keeps every file less than one prompt away from
-        its share (Baruah et al., Proportionate Progress, Algorithmica 15, 1996). A resumed run of
-        an earlier release keeps the earlier rule, which chooses the file that is furthest below its
-        share.
+        After c prompts from all files together, a file's share is c times the file's weight,
+        divided by the sum of all weights. The deadline of a file's j-th prompt (j = 1, 2, ...) is
+        the number c at which the file's share reaches j. A file is a candidate if it has supplied
+        fewer prompts than its share at c = cursor + 1. The rule chooses the candidate whose next
+        prompt has the earliest deadline. If several deadlines are equal, the rule chooses the first
+        of these files. With this rule, the number of prompts from a file always differs from the
+        file's share by less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15, 1996).
+        A run that was started with an earlier release keeps the earlier rule after a resume. The
+        earlier rule chooses the file that is furthest below its share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)
@@ -258,8 +260,8 @@ class FilePrompts:
 
 
 def whole_weights(weights: Iterable[float]) -> list[int]:
-    """Returns integers that have exactly the same ratios as the decimal weights. Shares computed
-    from these integers need no rounding."""
+    """Converts decimal weights to integers with exactly the same ratios. With integer weights, a
+    file's share of the prompts is computed without rounding."""
     fractions = [Fraction(str(weight)) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * unit) for fraction in fractions]

@@ -1,8 +1,9 @@
-"""Prompts of a task that generates its problems and stores none. Problem i of a stream is a pure
-function of (seed, split, i).
+"""Prompts of a task that generates its problems and stores none. Problem number i of a stream
+depends only on i, the seed and the split.
 
-A task supplies problems, and this module makes a prompt with a cursor from each problem. The module
-imports torch only when the first prompt is taken, so that tools can import the module quickly.
+The task supplies the problems. This module turns each problem into a prompt with token ids and a
+cursor. The module imports torch only when the first prompt is taken, so importing the module itself
+is fast.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ class Problem(Protocol):
 
     @property
     def name(self) -> str:
-        """Name shared by all wordings of the same problem."""
+        """Name of the problem. Different wordings of the same problem have the same name."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskProblem:
-    """A Problem of a library's task. `columns` identifies the task and the problem."""
+    """A Problem that a library generates. `columns` identifies the library's task and the
+    problem."""
 
     text: str
     answer: str
@@ -49,7 +51,7 @@ class TaskProblem:
 
 
 class GeneratedPrompts(ABC):
-    """A PromptSource of generated problems; the task's subclass defines the problems.
+    """A PromptSource of generated problems. A task defines its problems in a subclass.
 
     Args:
         config: the run's configuration.
@@ -79,7 +81,7 @@ class GeneratedPrompts(ABC):
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
-        """Returns problem number `index` of the stream. The seed and the split define the
+        """Returns problem number `index` of the stream. Each pair of seed and split has its own
         stream."""
 
     def take(self, n: int) -> list[Prompt]:

@@ -1,5 +1,5 @@
 """Reads conversations for supervised fine-tuning. The tokenizer's chat template renders the
-messages of each row.
+messages of each row as text.
 
 A row is {"messages": [{"role": ..., "content": ..., "tool_calls": [...]}, ...], "tools": [...]}.
 """
@@ -29,7 +29,7 @@ TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
 class RowError(Exception):
     """Raised for a row that cannot be used as a demonstration.
 
-    kind: description of the fault. All rows with the same fault have the same description.
+    kind: description of the fault. The same fault has the same description in every row.
     """
 
     def __init__(self, kind: str, fix: str) -> None:
@@ -64,9 +64,9 @@ def rendered(
     assistant wrote.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
-    the turn. Template text after that special token carries no loss. Each turn is encoded
-    separately, so that no token spans the border of a turn. When a policy samples a turn, no token
-    spans the border of the turn either.
+    the turn. The template's text after the turn's last special token carries no loss. Each turn is
+    encoded separately, so that no token spans two turns. In a rollout, no token spans two turns
+    either.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).
@@ -130,8 +130,9 @@ def special_ids(tokenizer: Any) -> set[int]:
 def conversation(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """Returns the messages and the tools of a row in the form that chat templates expect.
 
-    Omits keys whose value is null, because Parquet adds such keys. The arguments of a tool call may
-    be JSON text. The column `tools` may also be JSON text.
+    Omits a message's keys whose value is null, because Parquet adds null for missing keys. The
+    arguments of a tool call may be given as an object or as JSON text. The column `tools` may be
+    given as a list or as JSON text.
 
     Raises:
         RowError: a column is missing or has an unexpected form.
@@ -193,12 +194,13 @@ def _json(text: str, fault: str) -> Any:
 
 
 class Conversations:
-    """A PromptSource of demonstrations from one file. Every pass over the file has a new order.
+    """A PromptSource of demonstrations from one file. Every pass over the file has a new random
+    order.
 
-    `dropped` counts the rows that were left out, by reason. `remarks` reports the numbers of
-    conversations, tokens and loss tokens. `ends` contains the special tokens that end the
-    assistant's turns. A response of a policy that was trained on these special tokens must end at
-    such a token (`driver/session.py`).
+    `dropped` contains the number of omitted rows for each reason. `remarks` reports how many
+    conversations, tokens and tokens with loss the file has. `ends` contains the ids of the special
+    tokens that end the assistant's turns in the file. At the end of a run, `driver/session.py` adds
+    the ids in `ends` to the stop tokens of the exported model.
 
     Args:
         config: the run's configuration.

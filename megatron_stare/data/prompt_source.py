@@ -1,8 +1,8 @@
 """Defines the protocol of all prompt sources, finds the source that a configuration names, and
 provides a queue over a source.
 
-In every step the driver takes the prompts of a batch from the queue. Every checkpoint contains the
-queue's `state()`.
+In every step the driver takes the prompts of the step's batch from the queue. Every checkpoint
+contains the queue's `state()`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SOURCES = {
 class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
-    A user-defined class is built as `cls(config, tokenizer, split)`, with its settings as keyword
-    arguments. A source that leaves records out may report their number; see `dropped`.
+    A user-defined class is called as `cls(config, tokenizer, split)`, with its settings as keyword
+    arguments. A source that omits records may report their number in an attribute `dropped`.
     """
 
     problems: int | None
@@ -75,8 +75,8 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
 
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
-    """Returns the class or function that builds the source named by `data.source`, and the settings
-    of the source. Raises ConfigError like `make_source`."""
+    """Returns the class or function that builds the configured source (`data.source`), and the
+    source's settings. Raises ConfigError like `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):
@@ -85,8 +85,9 @@ def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, 
 
 
 def dropped(source: PromptSource) -> Mapping[str, int]:
-    """Returns the number of records that a source left out, by reason. The numbers are the source's
-    attribute `dropped`. Returns an empty mapping if the source has no attribute `dropped`."""
+    """Returns a source's attribute `dropped`, or an empty mapping if the source has no such
+    attribute. `dropped` maps each reason to the number of records that the source omitted for this
+    reason."""
     found: Mapping[str, int] = getattr(source, "dropped", {})
     return found
 
@@ -131,12 +132,13 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
 
 
 class PromptQueue:
-    """Queue that yields each prompt of a source once, in the source's order. Prompts that
-    `give_back` returns to the queue are taken next. The queue skips the prompts that `leave_out`
+    """Queue that yields each prompt of a source once, in the source's order. After `give_back`, the
+    next `take` first yields the returned prompts. The queue skips the prompts that `leave_out`
     marked.
 
-    The queue's state is the state of the source before the first unused prompt. The waiting prompts
-    of the queue are therefore not saved: after a restore, the source yields them again.
+    The queue's state is the state that the source had before it yielded the first unused prompt.
+    Prompts that wait in the queue are not part of the state, because after `restore` the source
+    yields these prompts again.
     """
 
     def __init__(self, source: PromptSource) -> None:
@@ -156,8 +158,8 @@ class PromptQueue:
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
-        """Returns the last `n` prompts of the last `take` to the queue because they were not used.
-        Raises ValueError if the last `take` returned fewer than `n` prompts."""
+        """Puts back the last `n` prompts of the last `take`, which were not used. Raises ValueError
+        if the last `take` returned fewer than `n` prompts."""
         if n > len(self._last):
             raise ValueError(
                 f"{n} prompts cannot be given back of {len(self._last)} that were taken"
@@ -177,8 +179,8 @@ class PromptQueue:
         self._back.clear()
 
     def leave_out(self, cursors: Iterable[int]) -> None:
-        """Makes the queue skip all prompts whose cursors are in `cursors`, including prompts that
-        were given back. The queue still skips these prompts after a `restore`."""
+        """Makes the queue skip all prompts whose cursors are in `cursors`, even prompts that were
+        given back. After a `restore`, the queue still skips the prompts of `cursors`."""
         self._left_out |= frozenset(cursors)
 
     def _next(self) -> tuple[dict[str, int], Prompt]:

@@ -1,8 +1,8 @@
-"""Provides the questions of `reasoning-gym` tasks as prompts, and the scorers of these tasks as a
-verifier.
+"""Uses the questions of `reasoning-gym` tasks as prompts, and the tasks' own scorers as a verifier.
 
-A question is generated from (seed, split, number), and is generated again to score a response. This
-module also runs in reward workers, so it imports torch and reasoning-gym only when they are needed.
+Each question is generated from a seed and a number. The verifier generates the question a second
+time to score a response. This module also runs in reward workers, so it imports torch and
+reasoning-gym only when they are needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHERE = "data.source"
 
 
 class ReasoningGym(GeneratedPrompts):
-    """A PromptSource of one task of the package `reasoning-gym`. A task can generate any number of
+    """A PromptSource of one task of the package `reasoning-gym`. A task never runs out of
     questions.
 
     Settings:
@@ -62,8 +62,8 @@ class ReasoningGym(GeneratedPrompts):
 def verify(
     response: str, answer: str, *, columns: Mapping[str, Any], tag: str | None = "answer"
 ) -> float:
-    """Returns the score, from 0 to 1, that the task's own scorer gives the response. Returns 0 if
-    the scorer raises an error.
+    """Scores a response with the task's own scorer. Returns the score, from 0 to 1, or 0 if the
+    scorer raises an error.
 
     Args:
         answer: unused, because the scorer generates the question and its answer again.
@@ -95,8 +95,8 @@ def verify(
 
 
 def self_test() -> list[str]:
-    """Scores a known question before the run, so that the first response does not wait for imports.
-    Raises ConfigError if the package is not installed."""
+    """Scores a known question. The test also loads the package before the run, so that the first
+    response does not wait for imports. Raises ConfigError if the package is not installed."""
     task, entry = make_entry("chain_sum", "{}", 0, 0)
     scores = [task.score_answer(answer, entry) for answer in (entry["answer"], None)]
     return [] if scores == [1.0, 0.0] else [f"reasoning-gym scores a known question {scores}"]
@@ -104,7 +104,8 @@ def self_test() -> list[str]:
 
 @functools.lru_cache(maxsize=256)  # a prompt has many responses
 def make_entry(dataset: str, settings: str, seed: int, at: int) -> tuple[Any, dict[str, Any]]:
-    """Returns a task, and question number `at` of the task with answer and metadata.
+    """Returns a pair: the task, and the task's entry number `at`. An entry consists of a question,
+    its answer and metadata.
 
     Args:
         settings: settings of the task, as JSON.

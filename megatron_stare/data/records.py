@@ -1,9 +1,10 @@
 """Reads problems from JSON Lines files, Parquet files and named datasets. Several row formats are
 supported.
 
-This project's format is {"prompt": text, "answer": text or number, "id": optional}. slime's format
-has the answer in "label". verl's format has a list of messages in "prompt", and the answer in
-"reward_model": {"ground_truth": ...}. `data.prompt_key` and `data.answer_key` name other columns.
+This project's format is {"prompt": text, "answer": text or number, "id": optional}. In slime's
+format, the answer is in "label". In verl's format, "prompt" is a list of messages and the answer is
+in "reward_model": {"ground_truth": ...}. For files with other column names, set `data.prompt_key`
+and `data.answer_key`.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ Columns = Sequence[str] | Literal["all"]
 
 
 class Record(NamedTuple):
-    """One problem of a file. If the file's prompt is one text, `messages` is (). If the file's
-    prompt is a list of messages, `prompt` is the last message."""
+    """One problem of a file. If the prompt in the file is a text, `messages` is (). If the prompt
+    in the file is a list of messages, `messages` contains the list, and `prompt` is the text of its
+    last message."""
 
     id: str
     prompt: str
@@ -91,7 +93,7 @@ def read_records(
 
 def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
     """Returns an iterator over the rows of a file, and a checksum of the file's bytes. The iterator
-    yields the number, the place and the fields of every row.
+    yields every row's number, its place in the file (such as file:line) and its fields.
 
     Raises:
         The errors of `read_records`. The error for a row that is not JSON is raised when the
@@ -113,8 +115,8 @@ def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
 
 
 def _nearby(path: Path) -> str:
-    """Returns a hint for a missing file. The hint suggests a file with a similar name, or lists the
-    files of the folder."""
+    """Returns a hint for a file that cannot be read. The hint suggests a file with a similar name,
+    or lists the data files of the same folder."""
     folder = path.parent
     if not folder.is_dir():
         return f"there is no folder {folder} either"
@@ -132,8 +134,8 @@ def _nearby(path: Path) -> str:
 
 
 def _json_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Yields the number, the place and the value of every line that is not blank. Raises DataError
-    for a line that is not JSON."""
+    """Yields the number, the place (file:line) and the parsed value of every line that is not
+    blank. Raises DataError for a line that is not JSON."""
     # Split as bytes: str.splitlines would also break at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():
@@ -152,8 +154,8 @@ def _json_rows(content: bytes, name: str) -> Iterator[Row]:
 
 
 def _array_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Yields the number, the place and the value of every element of a JSON array. Raises DataError
-    if the file is not a JSON array."""
+    """Yields the number, the place (file and row) and the value of every element of a JSON array.
+    Raises DataError if the file is not a JSON array."""
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -164,8 +166,8 @@ def _array_rows(content: bytes, name: str) -> Iterator[Row]:
 
 
 def _parquet_rows(name: str) -> Iterator[Row]:
-    """Yields every row's number, counted from 1, its place and its value. Raises DataError if the
-    file is not Parquet."""
+    """Yields every row's number (counted from 1), its place (file and row) and its value. Raises
+    DataError if the file is not Parquet."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -189,7 +191,7 @@ def _parquet_rows(name: str) -> Iterator[Row]:
 
 
 def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
-    """Returns the rows of a dataset and a checksum of the rows. Downloads the dataset unless it is
+    """Returns the rows of a dataset and a checksum of all rows. Downloads the dataset if it is not
     cached."""
     repository, *parts = name.removeprefix(HUB).split(":")
     split, configuration = (parts or ["train"])[-1], parts[0] if len(parts) > 1 else None
@@ -222,7 +224,7 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
 def record_of(
     fields: Any, number: int, where: str, prompt_key: str, answer_key: str | None
 ) -> Record:
-    """Returns the problem of a row. Raises DataError if a column is missing or has a wrong type."""
+    """Converts a row to a Record. Raises DataError if a column is missing or has a wrong type."""
     if not isinstance(fields, dict):
         raise DataError(
             f'expected an object like {{"prompt": ..., "answer": ...}}, got {_kind(fields)}',
@@ -269,7 +271,8 @@ def record_of(
 
 
 def _columns(fields: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-    """Returns the columns of a row that verifiers receive, as JSON values."""
+    """Returns those columns of a row that are passed to the verifier. Every returned value can be
+    written as JSON."""
     found = {}
     for name in fields if columns == "all" else columns:
         value = fields[name] if columns == "all" else _get(fields, name)
@@ -310,8 +313,7 @@ _MISSING = object()
 
 
 def _get(fields: dict[str, Any], key: str) -> Any:
-    """Returns the value of a key or dotted key. Returns _MISSING if the row does not have the
-    key."""
+    """Returns the value of a key or dotted key, or _MISSING if the row does not have the key."""
     value: Any = fields
     for part in [key] if key in fields else key.split("."):
         if not isinstance(value, dict) or part not in value:

@@ -1,17 +1,17 @@
 """Defines a task with long chains of thought. The policy finds the three signs that lead from a
 number to a total. Problems are generated when needed and never stored.
 
-'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is either a short guess, '+8
-+5 +2', or a search. A search makes one attempt after another. A search writes the running total
-after every step and the word 'wait' after a wrong attempt, as in '+8 41 +5 46 -2 44 wait +8 41 -5
-36 +2 38'. Only the part of a response after the last word 'wait' is graded. A guess is right only
-by luck. A search finds the right signs unless it ends early. Longer responses are therefore right
-more often.
+For example, the prompt '33 8 5 2 = 38 :' asks for the signs in 33 + 8 - 5 + 2 = 38. A demonstration
+is either a short guess, such as '+8 +5 +2', or a search. A search tries one combination of signs
+after another. After every step, a search writes the running total; after every wrong attempt, it
+writes the word 'wait', as in '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. Only the part of a
+response after the last word 'wait' is graded. A guess is right only by luck, but a search finds the
+right signs unless it stops too early. Longer responses are therefore right more often.
 
-Problem i of a stream is a pure function of (seed, split, i). A fixed hash assigns each problem to a
-split, so training and held-out problems never overlap. Rollouts use `SignsPrompts`.
-`tools/make_tiny_model.py` trains a model on demonstrations, and the tokenizer of this model uses
-`VOCABULARY`.
+Problem number i of a stream depends only on i, the seed and the split. A fixed hash assigns each
+problem to the training split or the evaluation split, so the two splits share no problem. Rollouts
+use `SignsPrompts`. `tools/make_tiny_model.py` trains a small model on demonstrations of this task.
+The model's tokenizer uses `VOCABULARY`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _OPERANDS = tuple(permutations(range(1, 10), 3))
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem start ± a ± b ± c = total, with different digits a, b, c and at least one
-    solution."""
+    """The problem start ± a ± b ± c = total. The digits a, b, c differ from each other, and at
+    least one choice of signs is right."""
 
     start: int
     operands: tuple[int, int, int]
@@ -63,8 +63,9 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Returns the text of the problem, such as '33 8 5 2 = 38', as the answer. The answer
-        contains no signs, because every choice of signs that makes the equation true is right."""
+        """Returns the reference answer for the verifier: the text of the problem, such as '33 8 5 2
+        = 38'. The reference contains no signs, because every choice of signs that makes the
+        equation true is right."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property
@@ -73,15 +74,16 @@ class Problem:
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:
-        """Returns the running totals of an attempt, without the start. The last running total is
-        the result of the attempt."""
+        """Returns the three running totals of an attempt. The first running total includes the
+        first operand; the last running total is the attempt's result."""
         steps = (sign * operand for sign, operand in zip(signs, self.operands, strict=True))
         return list(accumulate(steps, initial=self.start))[1:]
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Returns problem number `index` of a stream. A stream may contain a problem several times,
-    also with its operands reordered. No problem of one split occurs in another split."""
+    """Returns problem number `index` of a stream. A stream may contain the same problem several
+    times, with its operands in the same or in another order. The two splits never share a
+    problem."""
     attempt = 0
     while True:
         draw = counter_hash(seed, split == "eval", index, attempt)
@@ -95,16 +97,16 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Returns the split of a problem. The split does not depend on the seed. All reorderings of a
-    problem are in the same split."""
+    """Returns the split of a problem. The split does not depend on the seed. All problems that
+    differ only in the order of their operands are in the same split."""
     key = counter_hash(problem.start, *sorted(problem.operands), problem.total)
     return "eval" if key % _EVAL_ONE_IN == 0 else "train"
 
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
-    """Returns a response for supervised training. The response is a guess or a search; see the
-    module's docstring. A search tries the eight combinations of SIGNS in cyclic order and starts at
-    a random combination.
+    """Returns a response for supervised training: a guess or a search, as the module's docstring
+    explains. A search starts at a random combination of SIGNS and goes on from there in cyclic
+    order.
 
     Args:
         seed: selects the response. The response also depends on the problem.

@@ -1,9 +1,9 @@
-"""Defines the two splits of prompts, the seeds of the splits, and a hash that replaces a random
-number generator.
+"""Defines the two splits of prompts, the seed of each split, and a hash that is used in place of a
+random number generator.
 
-A hash of counters needs no state. Problem 10^6 therefore costs as much as problem 0, and a resumed
-run has no generator state to restore. This module imports no libraries, so tools can use the tasks
-without torch.
+A random number generator has a state, but a hash of counters has none. With the hash, problem 10^6
+costs no more than problem 0, and a resumed run has no generator state to restore. This module
+imports no libraries, so tools can use the tasks without torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def stream_seed(run_seed: int, split: Split) -> int:
     """Returns the seed of a split. The training split uses the seed of the run. The evaluation
-    split uses one fixed seed."""
+    split uses the same seed in every run."""
     return run_seed if split == "train" else EVAL_SEED
 
 
 def counter_hash(*counters: int) -> int:
-    """Returns a 64-bit hash of the counters in their order. Each counter is mixed into the hash by
-    one round of splitmix64.
+    """Returns a 64-bit hash of the counters; their order matters. One round of splitmix64 mixes
+    each counter into the hash.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """

@@ -14,13 +14,15 @@ from megatron_stare.environments.verifiers_library import COLUMN, EVALUATED, ope
 
 
 class VerifiersTasks(GeneratedPrompts):
-    """A PromptSource of the tasks in the taskset that `rollout.environment` names.
+    """A PromptSource of the tasks in a taskset. `rollout.environment` names the taskset.
 
-    Training uses each task once per epoch, in a new random order. Evaluations use the tasks in
-    order. If the taskset is endless, the first `EVALUATED` tasks are reserved for evaluations.
-    Training uses each of the other tasks once.
+    From a finite taskset, training takes every task once per epoch, in a new random order in each
+    epoch. From a finite taskset, evaluations take the tasks in the taskset's order. In an endless
+    taskset, the first `EVALUATED` tasks are reserved for evaluations. Training takes the later
+    tasks of an endless taskset, each task once.
 
-    The environment renders the conversation, so a prompt's text is for display only.
+    The text of a prompt is for display only, because the environment renders the conversation
+    itself.
 
     Raises:
         ConfigError: the run's environment is not `verifiers`, or cannot be made.
@@ -43,7 +45,7 @@ class VerifiersTasks(GeneratedPrompts):
         return TaskProblem(text, "", task.key, {COLUMN: {"at": at, "key": task.key}})
 
     def _at(self, index: int) -> int:
-        """Returns the taskset's index of the task at position `index` of the stream."""
+        """Converts a position in the stream to the task's index in the taskset."""
         tasks = self._library.tasks
         if tasks is None:
             return index + (EVALUATED if self._split == "train" else 0)

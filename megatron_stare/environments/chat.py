@@ -1,8 +1,9 @@
-"""Handles conversations with tools as tokens. Reads the tool calls in a turn of the policy, and
-renders the tokens between this turn and the next.
+"""Handles conversations with tools as tokens. Reads the tool calls in the policy's turn, and
+renders the tokens between the policy's turns.
 
-The tokenizer's chat template defines the tokens between turns. Sampled tokens are never encoded
-again, except in a new branch. Tool calls have the format of Hermes, Qwen2.5 and Qwen3.
+The tokenizer's chat template defines the tokens between turns. Tokens that the policy sampled stay
+as they are; only a new branch encodes their text again. Tool calls have the format of Hermes,
+Qwen2.5 and Qwen3.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """Text that should be a tool call but cannot be read, and the reason."""
+    """Text that should be a tool call but cannot be parsed, and the reason."""
 
     text: str
     why: str
@@ -43,8 +44,8 @@ class Malformed(NamedTuple):
 def read_calls(text: str) -> list[Call | Malformed]:
     """Returns the tool calls in the text of a turn, in order.
 
-    The format of calls is that of SGLang's detector `qwen25`. That detector omits malformed calls;
-    `read_calls` returns a Malformed for each malformed call.
+    `read_calls` accepts the same format as SGLang's detector `qwen25`. For each malformed call,
+    `read_calls` returns a Malformed, but SGLang's detector returns nothing.
     """
     found: list[Call | Malformed] = []
     for body in _CALL.findall(text):
@@ -70,8 +71,7 @@ def _call(read: Any, body: str) -> Call | Malformed:
 
 
 class ChatFormat:
-    """The part of a tokenizer's chat template that renders the tokens between the turns of a
-    response.
+    """Renders the tokens between the turns of a response, with a tokenizer's chat template.
 
     end: id of the token that ends a turn.
 
@@ -136,11 +136,11 @@ class ChatFormat:
             )
 
     def between(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
-        """Returns the token ids [n] between a turn and the policy's next turn, and the text of
-        these tokens. The tokens are the messages and the opening of the next turn.
+        """Returns the ids [n] and the text of the tokens between one turn of the policy and its
+        next turn. These tokens contain the messages and the opening of the policy's next turn.
 
-        If a message contains the text of a special token or of a tool-call tag, a space is inserted
-        into this text.
+        A space is inserted into every special token and every tool-call tag that occurs in the text
+        of a message.
 
         Args:
             messages: answers of tools ({"role": "tool", "content": text}), then messages of other
@@ -153,12 +153,11 @@ class ChatFormat:
         return self._tokenizer(text, add_special_tokens=False).input_ids, text
 
     def left_out(self) -> list[int] | None:
-        """Checks whether the template leaves the thinking out of earlier turns.
+        """Checks whether the template omits the thinking from earlier turns.
 
-        Returns:
-            None if the template keeps the thinking. Otherwise the token ids at the end of the next
-            turn's opening that the template omits once this turn is an earlier turn. These ids
-            start the thinking.
+        Returns: None if the template keeps the thinking. Otherwise the last token ids of a turn's
+            opening, which start the thinking and which the template omits when the turn has become
+            an earlier turn.
 
         Raises:
             ConfigError: the template changes an earlier turn in another way.
@@ -188,9 +187,8 @@ class ChatFormat:
         return ids[1]
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
-        """Returns the token ids of a context and of the turn that follows the context. The turn has
-        the form that the template gives to earlier turns, without the thinking and without the ids
-        from `left_out`.
+        """Returns the token ids of a context and of the turn after it, as the template renders an
+        earlier turn: without the thinking, and without the ids from `left_out`.
 
         Args:
             text: text of the turn.
@@ -201,9 +199,9 @@ class ChatFormat:
         return [*context[: len(context) - len(opened)], *ids, self.end]
 
     def _rendered(self, after: Sequence[Mapping[str, str]], content: str = "") -> str:
-        """Renders a conversation that consists of a question, a turn of the policy, the messages
-        `after` and the opening of the next turn. The policy's turn has one tool call for each tool
-        answer in `after`."""
+        """Renders a conversation: a question, a turn of the policy, the messages `after`, and the
+        opening of the policy's next turn. The turn of the policy contains one tool call for each
+        tool answer in `after`."""
         call = {"name": "call", "arguments": {"text": _MARK}}
         calls = [
             {"type": "function", "function": call} for message in after if message["role"] == "tool"
@@ -233,8 +231,8 @@ class ChatFormat:
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
-        """Returns the start and the end of the first special token after position `after`. `after`
-        must be a position inside a turn, so that this special token ends the turn."""
+        """Returns the start and the end of the first special token after position `after`. The
+        position `after` must lie inside a turn; the special token then ends this turn."""
         found = [
             (at, at + len(token))
             for token in self._special

@@ -1,8 +1,8 @@
-"""Lets an agent of the library `verifiers` converse and call tools within the driver's process. The
-library imports this module by the name that `register` gives it.
+"""Lets an agent of the library `verifiers` converse and call tools inside the driver's process. The
+library imports this module by the name `ID`, which `register` makes known.
 
-The library's own harness for conversations starts a new Python process whenever a user has
-answered. Each start takes about a second of processor time.
+The library's own harness for conversations starts a new Python process after every message of the
+user. Each start takes about one second of CPU time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ __all__ = ["ChatHarness"]
 
 
 def register() -> None:
-    """Makes this module known to the library as `ID`."""
+    """Makes the library find this module by the name `ID`."""
     sys.modules[ID] = sys.modules[__name__]
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """Settings of ChatHarness. ChatHarness adds no settings to those of every harness."""
+    """Settings of ChatHarness, which are the settings that every harness has."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
-    """Asks the policy for turns and makes the tool calls in each turn, until a turn has no call."""
+    """Alternates between a turn of the policy and the tool calls of this turn, until a turn
+    contains no call."""
 
     APPENDS_SYSTEM_PROMPT: ClassVar[bool] = True
     SUPPORTS_MCP: ClassVar[bool] = True
@@ -53,9 +54,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         mcp_urls: Mapping[str, str],
         data: Any,
     ) -> ProgramResult:
-        """See `verifiers.v1.harness.Harness`. If a request for a turn is refused, the conversation
-        ends with exit code 1. The library's record of the episode says whether the refusal was an
-        error."""
+        """See `verifiers.v1.harness.Harness`. If the server refuses a request for a turn, the
+        conversation ends with exit code 1. The library's record of the episode states whether the
+        refusal is an error."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -99,8 +100,8 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 async def _answered(
     function: Mapping[str, str], of: dict[str, tuple[str, str]], connected: dict[str, Any]
 ) -> Any:
-    """Returns the tool's answer. If the call names no known tool or its arguments are malformed,
-    the answer is a text that describes the error."""
+    """Returns the tool's answer. If the called tool does not exist or the arguments are malformed,
+    returns a text that describes the error."""
     if function["name"] not in of:
         return f"error: there is no tool {function['name']!r}; there are {', '.join(of)}"
     try:

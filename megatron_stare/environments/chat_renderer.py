@@ -1,9 +1,9 @@
 """Renders conversations of the library `verifiers` with the tokenizer's own chat template. The
 library imports `ChatRenderer` by its dotted path.
 
-The library's own renderers know a fixed list of models. This renderer works with every template
-that `ChatFormat` accepts, such as that of Qwen2.5. The context of a later turn contains the tokens
-that were sampled for earlier turns.
+The library's own renderers support a fixed list of models. `ChatRenderer` works with every template
+that `ChatFormat` accepts, such as the template of Qwen2.5. Later turns continue from exactly the
+tokens that were sampled in earlier turns, not from a new encoding of their text.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class ChatRenderer:
         )
 
     def get_stop_token_ids(self) -> list[int]:
-        """Returns the id of the token that ends a turn. Sampling does not use this id, because the
-        run's own stop tokens apply."""
+        """Returns the id of the token that ends a turn. Sampling ignores this id and stops at the
+        run's own stop tokens."""
         return [self._format(None).end]
 
     def bridge_to_next_turn(
@@ -124,8 +124,9 @@ class ChatRenderer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> RenderedTokens | None:
-        """Returns the tokens so far, followed by the new messages and the opening of the next turn.
-        Returns None if the last turn was cut off, because no template continues such a turn."""
+        """Returns the tokens of the conversation so far, followed by the new messages and the
+        opening of the next turn. Returns None if the last turn was truncated, because no template
+        continues after a truncated turn."""
         chat = self._format(tools)
         if not previous_completion_ids or previous_completion_ids[-1] != chat.end:
             return None
@@ -143,8 +144,8 @@ class ChatRenderer:
 def _owned(
     before: Sequence[int], after: Sequence[int], messages: Sequence[Mapping[str, Any]]
 ) -> RenderedTokens:
-    """Returns the tokens `before` followed by the tokens `after`. The tokens `after` are attributed
-    to the last message, and the tokens `before` to no message."""
+    """Concatenates the tokens `before` and `after`. Labels the tokens `after` as belonging to the
+    last message, and the tokens `before` as belonging to no message."""
     last = len(messages) - 1
     return RenderedTokens(
         token_ids=[*before, *after],
@@ -162,8 +163,8 @@ def _schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a message to the form for the template. Its content is one text, and the arguments
-    of its tool calls are objects."""
+    """Converts a message to the form that chat templates expect. In this form, the content is one
+    text, and the arguments of tool calls are objects."""
     plain = {**message, "content": _text(message.get("content"))}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_called(call.get("function", call)) for call in calls]

@@ -1,5 +1,5 @@
-"""Defines the interface between an environment and the rollouts, and the response that an
-environment builds.
+"""Defines the interface between environments and rollouts, and the `Response` that an environment
+builds.
 
 Shape legend: n is the number of tokens of a turn or of the response so far.
 """
@@ -29,13 +29,13 @@ class Turn:
     """Tokens that the policy sampled in one call, and the text of these tokens.
 
     text: text of the tokens, decoded without special tokens and without the stop token.
-    experts: the experts that the engine chose for the first m tokens of context and turn together,
-        where m is the first dimension of the tensor. None if the run does not replay the engine's
-        routing.
-    finish_reason: 'length' if a token limit ended the turn, even if the limit allowed no token at
-        all. 'stop' if a stop token or a stop string ended the turn.
-    stop: the stop string that ended the turn, or None. `text` contains the stop string and then the
-        rest of the last token.
+    experts: the experts to which the engine routed the first m tokens of the concatenated context
+        and turn; m is the first dimension of the tensor. None if the run does not replay the
+        engine's routing.
+    finish_reason: 'length' if a token limit ended the turn or allowed no token at all. 'stop' if a
+        stop token or a stop string ended the turn.
+    stop: the stop string that ended the turn, or None. `text` ends with the stop string and
+        whatever else the last token contains after the stop string.
     """
 
     tokens: Tensor  # [n] int32
@@ -49,8 +49,8 @@ class Turn:
 
 class CallFailedError(UserError):
     """Raised if a tool raised an error. The journal records the error as the answer to the call. An
-    environment may catch the CallFailedError and continue. When the journal replays the call, the
-    journal raises the same error, so that the environment continues in the same way."""
+    environment is allowed to catch the CallFailedError and to continue. In a replay, the journal
+    raises the same error again, so that the environment continues in the same way."""
 
 
 # called with the request and the call's id; returns a value that JSON can hold
@@ -58,8 +58,8 @@ Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """Interface through which an environment samples tokens from the policy and calls its tools,
-    for one trajectory."""
+    """Interface for one trajectory, through which an environment samples tokens from the policy and
+    calls tools."""
 
     async def __call__(
         self,
@@ -68,8 +68,8 @@ class Generate(Protocol):
         stop: str | Sequence[str] = (),
         branch: Branch | None = None,
     ) -> Turn:
-        """Continues `context` until a stop token, a stop string or the length limit. `context`
-        consists of the tokens of the prompt and of the response so far.
+        """Samples a turn after `context`, until a stop token, a stop string or the length limit.
+        `context` is the token sequence of the prompt and the response so far.
 
         Args:
             branch: the branch to continue, from `Response.branch`; None: the first branch. For a
@@ -87,15 +87,15 @@ class Generate(Protocol):
         ...
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
-        """Calls a tool outside of the run and returns its answer. Calls the tool at most once,
-        unless the tool is idempotent.
+        """Calls a tool and returns the tool's answer. A tool that is not idempotent is called at
+        most once, even if the environment runs again.
 
         The journal records the intent before the call and the answer after the call. An environment
-        runs again if its response was interrupted or the run was resumed. The journal then returns
-        the recorded answer without calling the tool. If a call was begun but never answered, the
-        tool may or may not have acted. If the tool is idempotent, an unanswered call is repeated
-        under the same id. If the tool is not idempotent, the rollouts discard a response with an
-        unanswered call.
+        runs again after its response was interrupted or the run was resumed. When the environment
+        runs again, the journal returns each recorded answer without a call of the tool. If the
+        journal contains an intent without an answer, nobody knows whether the tool acted. An
+        unanswered call of an idempotent tool is repeated under the same id. A response with an
+        unanswered call of any other tool is discarded by the rollouts.
 
         Args:
             tool: awaited as `tool(request, id)`, where `id` is unique to this call. When the
@@ -115,8 +115,8 @@ class Generate(Protocol):
 
 
 class Environment(ABC):
-    """Makes trajectories from prompts. One object makes all trajectories of a run, many of them
-    concurrently.
+    """Makes trajectories from prompts. One Environment object makes all trajectories of a run, many
+    of them at the same time.
 
     Args:
         config: the run's configuration.
@@ -135,8 +135,8 @@ class Environment(ABC):
 
     @classmethod
     def tool_schemas(cls, settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-        """Returns the schemas of the tools that the chat template describes to the policy. Returns
-        None if there are no tools.
+        """Returns the schemas of the environment's tools, which the chat template shows to the
+        policy. Returns None if there are no tools.
 
         Args:
             settings: the environment's settings, checked.
@@ -145,8 +145,8 @@ class Environment(ABC):
 
     @classmethod
     def branches(cls, settings: Mapping[str, Any]) -> bool:
-        """Tells whether a response may have several branches (`Response.begin_branch`). Some
-        methods cannot train on responses with several branches.
+        """Returns True if a response can have several branches (`Response.begin_branch`). Some
+        training methods do not support responses with several branches.
 
         Args:
             settings: the environment's settings, checked.
@@ -155,16 +155,16 @@ class Environment(ABC):
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Returns the response to `prompt`. The response has at most rollout.max_new_tokens tokens,
-        including the tokens of the environment."""
+        """Returns the response to `prompt`. The response has at most rollout.max_new_tokens tokens;
+        tokens that the environment adds count too."""
 
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Stops everything that the environment started, such as servers. May be called twice."""
+        """Stops everything that the environment started, such as servers. Idempotent."""
 
 
 class Response:
-    """A multi-turn response under construction. Sampled tokens carry loss, and tokens of the
-    environment do not."""
+    """A response of one or several turns, under construction. Tokens that the policy sampled carry
+    loss; tokens that the environment adds carry none."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -190,18 +190,20 @@ class Response:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Token ids from which the next turn continues. The context of a turn in the first branch
-        is the prompt and the response so far. The context of a turn in a later branch is the
-        branch's own context and the tokens after it."""
+        """Token ids that the next turn continues. In the first branch, the context consists of the
+        prompt and the response so far. In a later branch, the context consists of the branch's own
+        context and the tokens sampled or added since."""
         tokens = [token for part in self._tokens for token in part.tolist()]
         if (branch := self.branch) is None:
             return (*self._prompt.token_ids, *tokens)
         return (*branch.context, *tokens[branch.start :])
 
     def begin_branch(self, context: Iterable[int], text: str = "") -> Branch:
-        """Begins a new branch and returns it. The next tokens belong to the new branch.
+        """Begins a new branch and returns it. All tokens that are appended afterwards belong to the
+        new branch.
 
-        No token of the context carries loss. The environment's method `branches` must return True.
+        The tokens of the new branch's context carry no loss. An environment that begins branches
+        must return True from its method `branches`.
 
         Args:
             context: ids of at least one token, for example a rewritten history or an agent's task.
@@ -222,7 +224,7 @@ class Response:
         return turn
 
     def observed(self, tokens: Iterable[int], text: str = "") -> None:
-        """Appends tokens of the environment. The policy is not trained on these tokens, and no
+        """Appends tokens of the environment. Tokens of the environment carry no loss, and no
         verifier reads them.
 
         Args:
@@ -235,8 +237,9 @@ class Response:
         self._texts.append(text)
 
     def trajectory(self) -> Trajectory:
-        """Returns the response so far. The trajectory's `text` is for display and includes turns
-        and observations. A verifier reads only the text that the policy sampled."""
+        """Returns the response so far as a Trajectory. The trajectory's `text` is for display and
+        contains the policy's text and the environment's text. A verifier reads only the policy's
+        text."""
         return Trajectory(
             prompt=self._prompt,
             sample_index=0,  # the rollouts set it
@@ -257,7 +260,8 @@ class Response:
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Concatenates the parts. Returns a single part, which is the usual case, without a copy."""
+    """Concatenates the parts. If there is only one part, as is usual, returns the part itself
+    without copying it."""
     if not parts:
         return torch.zeros(0, dtype=dtype)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

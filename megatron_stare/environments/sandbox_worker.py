@@ -1,12 +1,13 @@
 """The process inside a sandbox. `environments/sandboxes.py` starts this process under bubblewrap as
 `python -I sandbox_worker.py MEMORY_MB CHARACTERS`. This module uses only the standard library.
 
-The process reads one request {"code": text, "seconds": s} per line from stdin. For each request it
-writes one line {"output": text, "failed": bool} to stdout. If a program cannot be isolated, the
-program does not run, and the line is {"broken": why}. This process has already imported the usual
-libraries. Each program runs in a fork of this process. The forked process has its own user,
-process, mount, IPC and host namespaces, an empty scratch folder, and resource limits. A filter of
-system calls prevents the forked process from starting a process or a thread.
+The worker process reads one request {"code": text, "seconds": s} per line from stdin. For each
+request, the worker writes one line {"output": text, "failed": bool} to stdout. If a program cannot
+be isolated, the program does not run, and the worker writes the line {"broken": why}. Before the
+first request, the worker imports commonly used libraries (PRELOADED). Each program runs in a fork
+of the worker, so the libraries are already imported. The forked process has its own user, process,
+mount, IPC and host namespaces, an empty scratch folder, and resource limits. A system-call filter
+(seccomp) prevents the forked process from starting other processes or threads.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def main(memory_mb: int, characters: int) -> None:
 
 
 def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str, object]:
-    """Runs a program and returns the answer to write to stdout. The answer contains at most
+    """Runs a program and returns the answer for this request. The answer contains at most the first
     `characters` characters of the program's output."""
     out, into = os.pipe()
     warden = os.fork()
@@ -125,9 +126,9 @@ def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str,
 
 
 def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
-    """Starts the program's process in new namespaces, and stops the process after `seconds`.
-    Returns the exit code of the program, or TIMED_OUT, or NOT_SET_UP. A program itself cannot cause
-    the last two values."""
+    """Runs the program in a process with new namespaces, and kills the process if it runs longer
+    than `seconds`. Returns the program's exit code, TIMED_OUT or NOT_SET_UP. A program cannot fake
+    TIMED_OUT or NOT_SET_UP by its own exit code."""
     is_ready, ready = os.pipe()
     try:
         _die_with_parent()
@@ -162,8 +163,8 @@ def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
 
 
 def _separate() -> None:
-    """Enters new namespaces. The next child of this process becomes the first process of the new
-    process namespace."""
+    """Enters new namespaces. The next process that this process forks becomes the first process in
+    the new process namespace."""
     user, group = os.geteuid(), os.getegid()
     _called("unshare", _NEW)
     for file, line in (
@@ -177,8 +178,8 @@ def _separate() -> None:
 
 def _confine(out: int, ready: int, memory_mb: int, seconds: float) -> None:
     """Isolates this process. Mounts an empty scratch folder, closes all files except the output
-    `out`, sets the resource limits, drops all privileges, and installs the filter of system calls.
-    Then reports on `ready` that the process is isolated."""
+    `out`, sets the resource limits, drops all privileges, and installs the system-call filter.
+    Finally writes to the pipe `ready` that the process is isolated."""
     _called("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
     flags = _NO_SUID | _NO_DEVICES | _NO_EXECUTION
     size = f"size={SCRATCH_MB}m,nr_inodes=1k,mode=700".encode()
@@ -214,8 +215,8 @@ def _confine(out: int, ready: int, memory_mb: int, seconds: float) -> None:
 
 
 def _filter_calls() -> None:
-    """Installs the filter of system calls, which cannot be removed (seccomp in Linux's
-    documentation)."""
+    """Installs the system-call filter of this process (seccomp in Linux's documentation). An
+    installed filter cannot be removed."""
     machine = platform.machine()
     if machine not in _REFUSED:
         raise SetUpError(f"no filter of system calls for {machine}")
@@ -245,7 +246,7 @@ def _filter_calls() -> None:
 
 
 def _execute(code: str) -> None:
-    """Runs the code as a main program, and ends the process."""
+    """Runs the code as a main program, and then exits the process."""
     ended = 0
     if drawing := sys.modules.get("numpy.random"):  # Python's own is seeded after a fork
         drawing.seed()
@@ -269,7 +270,7 @@ def _execute(code: str) -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """Prints an exception. The printed trace contains only lines of the program itself."""
+    """Prints an exception. The printed traceback contains only lines of the program itself."""
     with contextlib.suppress(BaseException):
         told = traceback.TracebackException.from_exception(error, limit=-20, compact=True)
         own = [frame for frame in told.stack if frame.filename == "<code>"]

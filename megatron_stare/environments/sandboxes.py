@@ -1,10 +1,10 @@
-"""Defines the sandboxes that run Python code from a policy.
+"""Defines the sandboxes in which Python code from the policy runs.
 
-`bubblewrap` runs the code on this machine, without access to the network, the machine's files or
-other processes, and with limits of memory and time. `remote` sends the code to a server with
-SandboxFusion's protocol. `monty` runs the code in another interpreter, which supports a part of
-Python and has no access to the machine. Each program starts without names and files of earlier
-programs.
+`bubblewrap` runs the code on this machine with limits of memory and time. In `bubblewrap`, the code
+has no access to the network or to other processes, and can read no files of the machine except
+system libraries and Python. `remote` sends the code to a server that uses SandboxFusion's protocol.
+`monty` runs the code in the interpreter `pydantic-monty`, which supports only a part of Python and
+has no access to the machine. No program sees the variables or files of an earlier program.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Ran:
-    """Output of a program, including its traceback, and whether the program failed.
+    """Result of a program: its output, including a traceback, and whether the program failed.
 
-    seconds: wall-clock time of the program, without the time that it waited for a free worker.
+    seconds: wall-clock time of the program. Time spent waiting for a free worker is not included.
     """
 
     output: str
@@ -62,7 +62,7 @@ class Ran:
 
 
 class Sandbox(ABC):
-    """Runs Python code. Many coroutines may use a sandbox at the same time.
+    """Runs Python code. Many coroutines can use one sandbox at the same time.
 
     Args:
         workers: number of programs that run at the same time.
@@ -73,8 +73,8 @@ class Sandbox(ABC):
         self._threads = ThreadPoolExecutor(workers, "sandbox")
 
     async def run(self, code: str, seconds: float) -> Ran:
-        """Runs a program for at most `seconds`. The returned output contains the errors of the
-        program.
+        """Runs a program for at most `seconds`. Errors of the program are part of the returned
+        output.
 
         Raises:
             UserError: the sandbox itself does not work.
@@ -87,7 +87,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _run(self, code: str, seconds: float) -> Ran:
-        """Runs a program in one of the threads."""
+        """Runs a program. Called in one of the sandbox's threads."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Sandbox(ABC):
 
 
 class Bubblewrap(Sandbox):
-    """Runs code in processes on this machine. Bubblewrap and the kernel isolate these processes.
+    """Runs code in processes on this machine that bubblewrap and the kernel isolate.
 
     Args:
         workers: number of programs that run at the same time.
@@ -139,8 +139,8 @@ class Bubblewrap(Sandbox):
 
 
 class _Worker:
-    """A process that runs programs one after another. Raises UserError if the process does not
-    start."""
+    """A worker process that runs programs one after another. Raises UserError if the worker process
+    does not start."""
 
     def __init__(self, memory_mb: int, characters: int) -> None:
         self._process = subprocess.Popen(
@@ -165,7 +165,7 @@ class _Worker:
             )
 
     def ask(self, code: str, seconds: float) -> Ran | None:
-        """Runs a program. Returns None if the process does not answer."""
+        """Runs a program. Returns None if the worker process does not answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             asked = json.dumps({"code": code, "seconds": seconds}).encode() + b"\n"
@@ -200,7 +200,7 @@ class _Worker:
 
 
 class Remote(Sandbox):
-    """Sends code to a server with SandboxFusion's protocol (POST URL/run_code).
+    """Sends code to a server that uses SandboxFusion's protocol (POST URL/run_code).
 
     Args:
         url: http://... or https://..., without /run_code.
@@ -266,8 +266,9 @@ class Remote(Sandbox):
 
 
 class Interpreter(Sandbox):
-    """Runs code in the interpreter `pydantic-monty`. The interpreter's processes need no
-    namespaces. The interpreter lacks numpy, sympy and most of the standard library.
+    """Runs code in the interpreter `pydantic-monty`. The interpreter's processes need no kernel
+    namespaces. The interpreter has no numpy, no sympy and only a small part of the standard
+    library.
 
     Args:
         workers: number of programs that run at the same time.
@@ -367,8 +368,8 @@ def make_sandbox(
 
 @cache
 def why_not_isolated() -> str | None:
-    """Returns the reason why bubblewrap cannot isolate code on this machine. Returns None if a test
-    program ran in isolation."""
+    """Runs a test program under bubblewrap. Returns None if the test program ran in isolation, else
+    the reason why bubblewrap cannot isolate code on this machine."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (there is no bwrap on PATH)"
     try:
@@ -379,8 +380,8 @@ def why_not_isolated() -> str | None:
 
 
 def command() -> list[str]:
-    """Returns the command that starts a worker. The worker has read-only access to the system's
-    libraries and to this Python, and no access to other files of the machine."""
+    """Returns the command that starts a worker under bubblewrap. The worker can read the system's
+    libraries and the Python installation of this process, but no other files of the machine."""
     script = "/sandbox_worker.py"
     return [
         shutil.which("bwrap") or "bwrap",
@@ -396,9 +397,10 @@ def command() -> list[str]:
 
 @cache
 def _proc() -> tuple[str, ...]:
-    """Returns the options that give a worker its /proc. The kernel refuses a new /proc in a
-    container that covers parts of its own /proc, as NVIDIA's container hook does. The worker then
-    gets the container's /proc. Programs see neither: their /proc is empty."""
+    """Returns the bubblewrap options for a worker's /proc. Usually the worker gets a new /proc. In
+    a container in which parts of /proc are covered, for example by NVIDIA's container hook, the
+    kernel refuses a new /proc. If the kernel refuses a new /proc, the worker gets the container's
+    own /proc. The programs that a worker runs always see an empty /proc."""
     own = ("--proc", "/proc")
     bwrap = shutil.which("bwrap") or "bwrap"
     tried = subprocess.run(

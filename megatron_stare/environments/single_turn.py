@@ -8,7 +8,8 @@ from megatron_stare.records.trajectory import Trajectory
 
 
 class SingleTurn(Environment):
-    """Environment in which the policy answers in one turn and the environment adds no tokens."""
+    """Environment in which a response is one turn of the policy, without tokens of the
+    environment."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         response = Response(prompt)

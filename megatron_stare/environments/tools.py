@@ -1,7 +1,7 @@
 """Defines the environment in which the policy calls tools over several turns.
 
-If a turn contains tool calls, the tools' answers follow the turn as tokens without loss. An error
-of the policy or of a tool also gives an answer, which contains the text of the error.
+If a turn contains tool calls, the tools' answers follow the turn as tokens without loss. If a call
+is wrong or a tool fails, the policy gets an answer that contains the text of the error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 def code_interpreter(code: str) -> str:
-    """Placeholder for the tool that the sandbox runs."""
+    """Placeholder for the tool `code_interpreter`, whose code runs in the sandbox. Never called."""
     raise AssertionError("run by the sandbox")
 
 
@@ -74,8 +74,7 @@ code_interpreter.schema = {  # type: ignore[attr-defined]
 
 
 class FolderSearch:
-    """The tool `search`, which finds passages in the text files of a folder and ranks the passages
-    by BM25.
+    """The tool `search`. Finds passages in the text files of a folder, and ranks them by BM25.
 
     Args:
         folder: folder with *.txt and *.md files, including all subfolders. Empty lines separate the
@@ -136,8 +135,8 @@ def _words(text: str) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A tool's answer. `seconds` is the wall-clock time of the call. The time that the call waited
-    for a free thread or for a free worker of the sandbox does not count."""
+    """A tool's answer. `seconds` is the wall-clock time of the call, without the time that the call
+    waited for a free thread or a free sandbox worker."""
 
     text: str
     failed: bool
@@ -148,7 +147,8 @@ class Answer(NamedTuple):
 class ToolKind:
     """Definition of a tool. Contains the schema that describes the tool to the policy.
 
-    once: if true, a call with unknown outcome is never repeated, and its response is discarded.
+    once: if true, a call whose outcome is unknown is not repeated; the response that contains the
+        call is discarded.
     """
 
     name: str
@@ -158,28 +158,31 @@ class ToolKind:
 
 
 class Tools(Environment):
-    """Environment in which the policy calls tools until a turn of the policy contains no call.
+    """Environment in which the policy calls tools. The response ends with the first turn without a
+    call.
 
     Settings:
-        tools: names of tools. A name is code_interpreter, search, or the path of a typed function
-            with a docstring, `path/to/tools.py:function` or `my_package.tools.function`. A tool
-            with settings is given as {name: search, folder: texts}. Add `once: true` if a call of
-            the tool must not be repeated.
-        max_turns: largest number of turns of the policy. The last turn is the answer.
-        max_calls: largest number of calls in a response. Each further call gets an error as answer.
+        tools: list of tools. Each tool is code_interpreter, search, or the path of a function that
+            has type annotations and a docstring: `path/to/tools.py:function` or
+            `my_package.tools.function`. Write a tool with settings as {name: search, folder:
+            texts}. Add `once: true` if a call of the tool must not be repeated.
+        max_turns: largest number of turns of the policy in a response. Calls in the last allowed
+            turn are not made.
+        max_calls: largest number of calls in a response. Each further call is answered with an
+            error.
         turn_tokens: largest number of tokens of a turn; null: the tokens that remain for the
             response.
-        earlier_thinking: treatment of a chat template that leaves the thinking out of earlier
-            turns. keep: keep the sampled thinking in the context. branch: begin a branch, whose
-            context is the template's history. The next turn is sampled and trained with this
-            context. refuse: raise an error.
-        call_seconds: time limit of a call. After the limit the policy gets an error as answer. A
-            function that runs in a thread nevertheless continues to run.
-        seconds: time limit of all calls of a response together. Each further call gets an error as
-            answer.
-        answer_characters: largest number of characters of an answer. A longer answer is cut.
+        earlier_thinking: what to do if the chat template omits the thinking from earlier turns.
+            keep: keep the sampled thinking in the context. branch: begin a branch whose context is
+            the history as the template renders it. The next turn is sampled and trained with the
+            branch's context. refuse: raise an error.
+        call_seconds: time limit of a call. A call that exceeds the limit is answered with an error,
+            but a function that runs in a thread goes on running.
+        seconds: time limit of all calls of a response together. When the time is used up, each
+            further call is answered with an error.
+        answer_characters: largest number of characters of an answer. A longer answer is truncated.
         sandbox: sandbox in which `code_interpreter` runs, one of bubblewrap, remote and monty.
-        sandbox_url: URL of a server with SandboxFusion's protocol, for `remote`.
+        sandbox_url: URL of a server that uses SandboxFusion's protocol, for `remote`.
         sandbox_workers: number of programs that run at the same time.
         memory_mb: memory limit of a program, in 2**20 bytes.
 
@@ -318,7 +321,7 @@ class Tools(Environment):
         made: Sequence[Mapping[str, Any]],
         generate: Generate,
     ) -> list[Answer]:
-        """Makes the calls of a turn concurrently, and returns the answers."""
+        """Makes all calls of a turn concurrently, and returns their answers."""
         spent = sum(each["seconds"] for each in made)
         left = self._max_calls - len(made)
         answers = await asyncio.gather(
@@ -374,9 +377,9 @@ class Tools(Environment):
         return run
 
     def _require_threads(self, tool: str, thread: Future[Any]) -> None:
-        """Counts a call that goes on in its thread after its time. Raises UserError once half of
-        the threads are held by such calls, as the others would soon be, and every later call would
-        time out."""
+        """Registers a call that still runs in its thread after its time limit. Raises UserError
+        when overdue calls occupy half of the threads or more. If overdue calls occupied all
+        threads, every later call would wait for a free thread."""
         self._held.add(thread)
         self._held = {each for each in self._held if not each.done()}
         if len(self._held) >= THREADS // 2:
@@ -434,14 +437,15 @@ class Tools(Environment):
 def _announced(
     asked: Callable[[], Any], loop: asyncio.AbstractEventLoop, starts: asyncio.Event
 ) -> Any:
-    """Calls a function in a thread, and tells the event loop that the call starts."""
+    """Runs in a thread. Signals to the event loop that the call has started, then calls the
+    function."""
     with contextlib.suppress(RuntimeError):  # a loop that is closed waits for no call
         loop.call_soon_threadsafe(starts.set)
     return asked()
 
 
 class Tool:
-    """A tool in the form that `generate.call` expects."""
+    """Wraps a tool as the callable that `generate.call` expects."""
 
     def __init__(self, kind: ToolKind, run: Callable[..., Awaitable[Answer]]) -> None:
         self.__name__, self.once = kind.name, kind.once
@@ -460,7 +464,7 @@ def _error(text: str) -> Answer:
 
 
 def _checker(function: Callable[..., Any]) -> Callable[..., None]:
-    """Returns a function that checks the arguments of `function` and does nothing else."""
+    """Returns a function that checks arguments as `function` would, without running `function`."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -470,8 +474,8 @@ def _checker(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _disguise(stub: Any, function: Callable[..., Any]) -> None:
-    """Gives `stub` the name, docstring and parameters of `function`, without the parameter for the
-    call's id."""
+    """Gives `stub` the name, docstring and parameters of `function`, except for the parameter that
+    receives the call's id."""
     inner = function if inspect.isroutine(function) else type(function).__call__
     bound = inspect.signature(function)
     kept = [each for each in bound.parameters.values() if each.name != CALL_ID]
@@ -486,8 +490,8 @@ def _disguise(stub: Any, function: Callable[..., Any]) -> None:
 
 
 def sandboxed(config: Config) -> Mapping[str, Any] | None:
-    """Returns the environment's settings if the policy can run programs, and None otherwise. Raises
-    ConfigError if the environment or a tool cannot be found."""
+    """Returns the environment's settings if the policy can run programs in a sandbox, and None
+    otherwise. Raises ConfigError if the environment or a tool cannot be found."""
     kind, settings = find_environment(config.rollout.environment)
     if not issubclass(kind, Tools):
         return None
@@ -530,8 +534,9 @@ def _read_tool(extension: Extension) -> ToolKind:
 
 
 def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns the name and the schema that describe a tool to the policy. The schema is the
-    function's attribute `schema`, or is made from the function's types and docstring."""
+    """Returns the name and the schema of a tool, as the policy sees them. The schema is the
+    function's attribute `schema`; without this attribute, it is derived from the function's types
+    and docstring."""
     if (own := getattr(function, "schema", None)) is not None:
         return str(own["function"]["name"]), own
 

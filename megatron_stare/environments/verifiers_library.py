@@ -1,12 +1,12 @@
 """Runs environments of the library `verifiers` unchanged, and trains on their episodes.
 
-The library plays an episode with its own client, which asks an inference server for tokens. Here
-the driver runs this inference server and answers each request with tokens from `generate`. Each
-request contains all token ids of the context to continue. A response consists of these contexts and
-of the tokens that were sampled after each context. The token ids that are trained are therefore
+When the library plays an episode, its client sends requests for tokens to an inference server. This
+module runs the inference server inside the driver and answers each request with tokens from
+`generate`. Each request contains all token ids of the context to continue. A response consists of
+the contexts of all requests and the tokens that were sampled after them. Training therefore uses
 exactly the token ids that the policy read and sampled.
 
-The rollouts use a new event loop for each step, but the library's servers must live longer. The
+The rollouts use a new event loop in each step, but the library's servers must outlive a step. The
 library therefore runs in a separate thread with its own event loop.
 """
 
@@ -49,8 +49,9 @@ _log = logging.getLogger(__name__)
 
 
 class Verifiers(Environment):
-    """Plays an environment of `verifiers`, version 0.4. The environment gives the reward, so
-    `reward.verifier` must be `environment`. The prompts come from `data.source: verifiers`.
+    """Plays an environment of the library `verifiers`, version 0.4. The library's environment sets
+    the reward, so `reward.verifier` must be `environment`. The prompts must come from `data.source:
+    verifiers`.
 
     Args:
         taskset: name of the importable package that contains the taskset.
@@ -153,9 +154,9 @@ class Verifiers(Environment):
 
 
 class Library:
-    """An environment of the library `verifiers`, and the environment's tasks.
+    """Holds an environment of the library `verifiers` together with its tasks.
 
-    agents: names of the agents.
+    agents: names of the environment's agents.
     tasks: number of tasks; None: the taskset is endless.
     """
 
@@ -175,9 +176,10 @@ class Library:
 
     def task(self, at: int) -> Any:
         """Returns the task with index `at` in the taskset, a `verifiers.v1.Task`. Of an endless
-        taskset, the first tasks, which evaluations repeat, and the newest ones are kept. A run that
-        goes back to an earlier checkpoint may ask for an older one; the taskset then begins anew.
-        Raises DataError if it then gives other tasks."""
+        taskset, only the first EVALUATED and the newest RECENT tasks stay in memory; evaluations
+        use the first tasks repeatedly. A run that goes back to an earlier checkpoint can need a
+        task that is no longer in memory; the taskset is then read again from its beginning. Raises
+        DataError if the taskset begins with a different task when it is read again."""
         if at < self._drawn and at not in self._tasks:
             first = self._tasks[0]
             self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0
@@ -197,7 +199,7 @@ class Library:
 
 @functools.lru_cache(maxsize=8)  # the prompts and the environment use the same tasks
 def opened(taskset: str, settings: str) -> Library:
-    """Opens an environment with its tasks. Results are cached.
+    """Opens an environment of the library with its tasks. Results are cached.
 
     Args:
         settings: settings of the library's environment, as JSON.
@@ -209,8 +211,8 @@ def opened(taskset: str, settings: str) -> Library:
 
 
 def opened_by(config: Config) -> Library:
-    """Returns the environment that a configuration names. Raises ConfigError if this environment is
-    not an environment of the library."""
+    """Returns the library's environment that a configuration names. Raises ConfigError if
+    `rollout.environment` is not an environment of the library."""
     kind, settings = find_environment(config.rollout.environment)
     if not issubclass(kind, Verifiers):
         raise ConfigError(
@@ -227,9 +229,9 @@ def _text_of(settings: Mapping[str, Any] | None) -> str:
 
 
 def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
-    """Returns the library's environment. An agent without a configured runtime runs on this
-    machine. An agent without its own harness uses the taskset's harness, if there is one. Otherwise
-    the agent uses ChatHarness, which only converses and calls tools."""
+    """Builds an environment of the library. An agent without a configured runtime runs on this
+    machine. An agent without a harness of its own uses the taskset's harness. If the taskset has no
+    harness either, the agent uses ChatHarness, which only converses and calls tools."""
     try:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils import loaders
@@ -278,16 +280,16 @@ def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
 
 
 def _only_talks(harness: Any) -> bool:
-    """Tells whether an agent has no harness or the library's harness for conversations."""
+    """Returns True if an agent has either no harness or the library's harness for conversations."""
     return harness is None or harness.id == "null"
 
 
 class Episode:
-    """A response under construction while the library plays the episode. Use the Episode only in
-    the event loop of the rollouts.
+    """Collects the response while the library plays an episode. An Episode must be used only in the
+    event loop of the rollouts.
 
-    failed: error that ended the response, such as an error of an engine. The library does not get
-        this error, because it would treat the error as its own.
+    failed: error that ended the response, such as an error of an engine. The error is not passed on
+        to the library, because the library would treat it as an error of its own.
     """
 
     def __init__(
@@ -308,7 +310,7 @@ class Episode:
         self._asking: set[asyncio.Task[Any]] = set()
 
     async def turn(self, context: Sequence[int], most: int | None, trained: bool) -> Turn | None:
-        """Samples a turn after `context`. Returns None if the response has no room for another turn
+        """Samples a turn after `context`. Returns None if the response has reached its token limit
         or has failed.
 
         Args:
@@ -361,7 +363,7 @@ class Episode:
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     def judged(self, played: Any, agent: str) -> Trajectory:
-        """Returns the response with the reward of the agent's trace.
+        """Returns the response with the reward that the library gave to the agent's trace.
 
         Args:
             played: a `verifiers.v1.Episode`.
@@ -396,15 +398,16 @@ class Episode:
 
 
 class _Session(NamedTuple):
-    """Session of one trace of the library, in which the trace's agent asks for turns."""
+    """Session of one trace of the library. The requests of the trace's agent name the session in a
+    header."""
 
     episode: Episode
     trained: bool
 
 
 class Playing:
-    """Handle of an episode that runs in the library's event loop. Use the handle only in the event
-    loop of the rollouts."""
+    """Handle of an episode that runs in the library's event loop. The handle itself must be used
+    only in the event loop of the rollouts."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]):
         self._loop = loop
@@ -422,22 +425,22 @@ class Playing:
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def cancel(self) -> None:
-        """Ends the episode, and waits until its processes have ended."""
+        """Cancels the episode, and waits until the episode's processes have ended."""
         if not self._ended.done():
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
             await self.wait()
 
     def played(self) -> Any:
-        """Returns the finished `verifiers.v1.Episode`. Call `played` only after the end of the
-        episode."""
+        """Returns the finished `verifiers.v1.Episode`. The method `played` must be called only
+        after the end of the episode."""
         assert self._task is not None
         return self._task.result()
 
 
 class Serving:
-    """The library's servers for one environment, and the inference server that the library asks for
-    tokens. The servers stop when `close` is called, when this object is garbage-collected, or when
-    the process ends.
+    """Runs the library's servers for one environment, and the inference server from which the
+    library requests tokens. The servers stop when `close` is called, when the Serving object is
+    garbage-collected, or when the process ends.
 
     Args:
         environment: a `verifiers.v1.Env`.
@@ -485,8 +488,9 @@ class Serving:
 
 @functools.cache
 def library_loop() -> asyncio.AbstractEventLoop:
-    """Returns the library's event loop. The first call starts the thread of the loop. All
-    environments share this loop, because some locks of the library work in one event loop only."""
+    """Returns the event loop in which the library runs. The first call creates the loop and its
+    thread. All environments share one loop, because some locks of the library work in only one
+    event loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop
@@ -509,8 +513,8 @@ async def _served(
     ready: concurrent.futures.Future[Any],
     stop: asyncio.Event,
 ) -> None:
-    """Runs the servers until `stop` is set. Once the servers run, sets the result of `ready` to the
-    `ModelContext` that all episodes use."""
+    """Runs the servers until `stop` is set. When all servers have started, sets the result of the
+    future `ready` to the `ModelContext` that all episodes use."""
     from aiohttp import web
     from verifiers.v1 import ModelContext, TrainClientConfig
 

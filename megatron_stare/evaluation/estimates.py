@@ -1,10 +1,10 @@
-"""Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes the
-interval of a mean over problems. All functions are pure.
+"""Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes a
+confidence interval for the mean of results over problems. All functions are pure.
 
-Each estimate is an average over all subsets of k responses out of the n responses. Each estimate is
-therefore unbiased for k new responses, and does not depend on the order of the responses. The
-variance of a mean is computed over problems instead of prompts, because several prompts may share
-one problem. docs/evaluation.md defines the estimates in words.
+Each estimate averages over all subsets of k of the n responses. The estimates are therefore
+unbiased for k new responses, and do not depend on the order of the responses. Several prompts can
+ask the same problem, so the variance of a mean is computed from differences between problems, not
+between prompts. docs/evaluation.md defines the estimates in words.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PARTS = 200  # steps of Simpson's rule: relative error 1e-9 in the 95 % quantile
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """Returns the probability that at least one of k responses is right. If c of the n responses
-    are right, the probability is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1).
-    Computes with integers until the last division.
+    """Returns the probability that at least one of k responses is right. If c of the n sampled
+    responses are right, the probability is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv
+    2107.03374, eq. 1). The computation uses exact integers until the final division.
 
     Raises:
         ValueError: unless 0 <= c <= n and 1 <= k <= n.
@@ -35,15 +35,16 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) -> float:
-    """Returns the expected result of the most frequent answer among k responses. If several answers
-    are equally frequent, one of these answers is drawn at random.
+    """Returns the expected result of a majority vote among k responses. If several answers have the
+    most votes, one of these answers is drawn at random.
 
-    The k responses are drawn without replacement from the n responses, and c_j of the n responses
-    give answer j. The expected result is the sum of r_j P E[1 / (1 + T)] over all j and over a =
-    1..k. P is the probability that answer j is drawn exactly a times and no answer is drawn more
-    often. T is the number of other answers that are also drawn exactly a times. E is the
-    expectation, given that answer j is drawn a times and no answer is drawn more often. Responses
-    without an answer do not vote. If no drawn response has an answer, the result is 0.
+    The k responses are drawn without replacement from the n sampled responses, of which c_j give
+    answer j. The expected result is the sum of r_j P E[1 / (1 + T)] over all answers j and all
+    counts a = 1..k. P is the probability that answer j is drawn exactly a times and no answer is
+    drawn more often. T is the number of other answers that are drawn exactly a times, too. E[...]
+    is the expectation under the same condition: answer j is drawn a times and no answer more often.
+    A response without an answer has no vote. If none of the k responses has an answer, the result
+    is 0.
 
     Args:
         classes: the pair (c_j, r_j) for every answer j, where r_j in [0, 1] is the result of the
@@ -79,9 +80,9 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Sums over all ways to draw k - a responses from `others` and `silent`, with at most `a`
-    responses from each class of `others`. Each summand is the weight of one way, divided by (1 +
-    the number of tied classes). A class is tied if exactly `a` of its responses are drawn.
+    """Sums weights over all ways to draw k - a responses from `others` and `silent`. Each way draws
+    at most `a` responses from each class in `others`. The weight of each way is divided by 1 + T,
+    where T is the number of classes from which the way draws exactly `a` responses.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
@@ -119,26 +120,27 @@ def _binomial(n: int, p: float) -> NDArray[np.float64]:
 def wilson_interval(
     results: Sequence[float], problems: Sequence[int] | None = None, level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Returns the mean of results in [0, 1] and Wilson's score interval (JASA 22, 1927) of the
-    mean. `results` contains one result per prompt. The variance is computed over problems.
+    """Returns the mean of results in [0, 1], and Wilson's score interval (JASA 22, 1927) for the
+    mean. `results` contains one result per prompt. The interval takes into account that several
+    prompts can ask the same problem.
 
     Let p be the mean of the N results, z the (1 + level)/2 quantile of the standard normal
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
-    Here m = 1 + p (1 - p) / v, and v is the variance of the mean from `mean_of_problems`. The
-    summand 1 in m corrects a bias. On average, p (1 - p) is smaller by v than its value at the true
-    mean. If all results are 0 or 1 and all prompts have different problems, m equals N, and the
-    interval is the one that Wilson published.
+    Here m = 1 + p (1 - p) / v, and v is the variance of the mean from `mean_of_problems`. The 1 in
+    m corrects a bias: on average, p (1 - p) is smaller by v than the same product for the true
+    mean. If all results are 0 or 1 and every prompt has a problem of its own, m equals N, and the
+    interval is exactly Wilson's.
 
-    A result that is a share of right responses varies less than a result that is 0 or 1. If results
-    are shares of right responses, m therefore exceeds the effective number of problems G. The
-    excess m - G is only an estimate, and is unreliable if there are few problems. If the mean is
-    near 0 or 1, the estimate depends only on the few results other than 0 and 1. Therefore, if m
-    exceeds G, the interval uses G + min(w, (z/t)²) (m - G) in place of m. Here w is min(1, G min(p,
-    1 - p)/5), because a normal approximation needs five right and five wrong results. The number t
-    is the quantile of Student's distribution with G - 1 degrees of freedom. If all results equal
-    the mean, m equals G. tests/evaluation/test_coverage.py simulates how often the interval
-    contains the true mean.
+    A share of right responses varies less than a result that is 0 or 1. If the results are such
+    shares, m is therefore larger than the effective number of problems, G. The difference m - G is
+    an estimate, which is unreliable for few problems and for a mean near 0 or 1. Near 0 or 1, m - G
+    depends only on the few results other than 0 and 1. If m is larger than G, the interval
+    therefore uses G + min(w, (z/t)²) (m - G) in place of m. The weight w is min(1, G min(p, 1 -
+    p)/5), because a normal approximation needs five right and five wrong results. The number t is
+    the quantile of Student's distribution with G - 1 degrees of freedom. If all results are equal,
+    m is set to G. tests/evaluation/test_coverage.py simulates how often the interval contains the
+    true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.
@@ -170,14 +172,14 @@ def wilson_interval(
 def mean_of_problems(
     values: Sequence[float], problems: Sequence[int] | None = None
 ) -> tuple[float, float, float]:
-    """Takes one value per prompt. Returns the mean of the values, the variance of this mean over
-    problems, and the effective number of problems.
+    """Takes one value per prompt. Returns the mean of the values, the variance of this mean, and
+    the effective number of problems.
 
-    Let problem g have n_g of the N prompts, and let e_g be the sum of (value - mean) over the
-    prompts of problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey
-    Sampling, 1965). G equals the number of problems if all problems have equally many prompts. G is
-    smaller if a few problems have most of the prompts. The variance of the mean is G/(G - 1) Σ_g
-    e_g² / N² (Liang and Zeger, Biometrika 73, 1986, for problems of equal weight).
+    Problem g has n_g of the N prompts, and e_g is the sum of (value - mean) over the prompts of
+    problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey Sampling, 1965).
+    If all problems have the same number of prompts, G is the number of problems. If a few problems
+    have most of the prompts, G is smaller. The variance of the mean is G/(G - 1) Σ_g e_g² / N²
+    (Liang and Zeger, Biometrika 73, 1986, for problems of equal weight).
 
     Args:
         values: one value per prompt, at least one value.
@@ -201,11 +203,12 @@ def mean_of_problems(
 
 @lru_cache(maxsize=1024)
 def student_quantile(level: float, degrees: float) -> float:
-    """Returns the number t for which the probability of |T| <= t is `level`. T has Student's
+    """Returns the number t for which |T| <= t with probability `level`, if T has Student's
     distribution with `degrees` degrees of freedom.
 
     With t = √ν tan θ, the probability is c ∫_0^θ cos^(ν-1), where c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)).
-    The probability is a concave function of θ, so Newton's method from θ = 0 never overshoots.
+    The probability is a concave function of θ, so Newton's method that starts at θ = 0 never
+    overshoots.
 
     Args:
         level: in (0, 1); 0.95 for an interval of 95 %.

@@ -1,8 +1,9 @@
 """Evaluates a task's held-out problems, both during training and for `megatron-stare eval`.
 
-Problems and sampling noise are the same in every evaluation and for every seed of the run, so the
-results of two evaluations are paired. The record contains the problem of each prompt, because
-several prompts of one problem are not independent.
+Every evaluation uses the same problems and the same sampling noise, whatever the seed of the run.
+The results of two evaluations can therefore be compared problem by problem. The record of an
+evaluation names the problem of each prompt, because results of prompts with the same problem are
+not independent.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SHOWN = 8  # problems for which the record keeps a response
 
 
 class Rollout(Protocol):
-    """Returns `count` verified responses to every prompt, ordered by prompt and sample index; see
-    evaluator.Evaluator.responses."""
+    """Returns `count` verified responses to every prompt, ordered by prompt and then by sample
+    index. See evaluator.Evaluator.responses."""
 
     def __call__(
         self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
@@ -49,11 +50,11 @@ def evaluate(
     ks: Sequence[int] = (),
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluated:
-    """Runs one evaluation. A response whose verifier failed counts as wrong and is also counted in
-    `failures`.
+    """Runs one evaluation. If the verifier fails on a response, the response counts as wrong, and
+    `failures` increases by one.
 
-    The record's entry `correct` contains, for every prompt, the share of right responses (avg@k).
-    The entry `pass1` is the mean of these shares. `pass1` estimates pass@1 for any number of
+    The record's entry `correct` contains the share of right responses to every prompt (avg@k). The
+    record's entry `pass1` is the mean of `correct` and estimates pass@1, whatever the number of
     samples. evaluation/results.py computes pass@k, maj@k and the record's remaining figures.
 
     Args:
@@ -109,8 +110,8 @@ def _by_prompt(responses: Sequence[Response], samples: int) -> list[Sequence[Res
 
 
 def _numbers(prompts: list[Prompt]) -> list[int]:
-    """Returns the index of each prompt's problem. Problems are indexed from 0 in order of first
-    appearance."""
+    """Returns the number of each prompt's problem. Problems are numbered from 0 in the order in
+    which they first appear."""
     names = [prompt.problem or (prompt.text, prompt.answer) for prompt in prompts]
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]

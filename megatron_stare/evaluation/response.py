@@ -1,10 +1,10 @@
 """Defines a response of an evaluation, and groups the responses to a problem into classes with the
 same answer.
 
-A `Response` is a trajectory without its tokens. Two answers are the same if their normal forms are
-equal. Two answers are also the same if the verifier, with the first answer as reference, accepts a
-response that gives the second answer. Classes are built in sample order and therefore do not depend
-on which response finished first. The first answer of a class represents the class.
+A `Response` is a trajectory without its tokens. Two answers count as the same if their normal forms
+are equal, or if the verifier accepts the later answer against the earlier answer as reference. The
+order of answers is their sample order, so classes do not depend on which response finished first.
+The earliest answer of a class represents the class.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _INTEGER = re.compile(r"-?\d+")
 class Response:
     """A response and its verdict.
 
-    prompt: cursor of the prompt. Cursors number the prompts of a task from 0.
-    sample: index of the response among the responses to the prompt.
+    prompt: cursor of the prompt. The prompts of a task have the cursors 0, 1, 2 and so on.
+    sample: index of the response among all responses to the same prompt.
     text: text that the policy wrote, without text of an environment.
     tokens: length of the response, including the stop token and the environment's tokens.
     answer: the answer in the verifier's normal form. "": the response has no answer. None: the
@@ -68,18 +68,18 @@ class Response:
         )
 
     def record(self) -> dict[str, Any]:
-        """Returns the response as a dict for a line of JSON."""
+        """Returns the response as a dict that can be written as a line of JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Response:
-        """Builds a response from a dict that `record` made. Ignores other keys. Raises KeyError if
-        a key is missing."""
+        """Builds a response from a dict that `record` returned. Ignores unknown keys. Raises
+        KeyError if a key is missing."""
         return cls(**{each.name: record[each.name] for each in dataclasses.fields(cls)})
 
 
 def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> list[Classes]:
-    """Returns, for every problem, the answer class of each response.
+    """Returns one list per problem, with the answer class of each response to the problem.
 
     Args:
         judged: called once, with all pairs of answers that only the verifier can compare. If both
@@ -104,7 +104,7 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
 
 
 def _firsts(responses: Sequence[Response]) -> dict[str, Response]:
-    """Returns, for every answer, the first response that gives this answer."""
+    """Maps every answer to the first response that gives this answer."""
     found: dict[str, Response] = {}
     for response in responses:
         if response.answer:

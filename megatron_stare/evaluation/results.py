@@ -1,8 +1,7 @@
-"""Summarises the responses to problems. Computes the figures of a task, a row for every prompt, and
-a table of several tasks.
+"""Summarises the responses to problems. Computes the figures of a task, a row of figures for every
+prompt, and a table that compares several tasks.
 
-`results_of` computes those entries of an evaluation's record that are the same for training and for
-the command `eval`.
+Training and the command `eval` both record the entries that `results_of` computes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _BESIDE = (  # key of the record, its label, its number format
 
 @dataclass(frozen=True)
 class Answered:
-    """The n sampled responses to a prompt, and the class of each response's answer
-    (`answer_classes`).
+    """The n sampled responses to a prompt, and the answer class of each response (see
+    `answer_classes`).
 
     classes: None if the verifier does not return answers.
     """
@@ -50,8 +49,9 @@ class Answered:
 
     @property
     def votes(self) -> list[tuple[int, float]]:
-        """Returns a pair for every class, in order of first appearance. The pair contains the
-        number of responses in the class and the share of these responses that is right."""
+        """Returns a pair for every answer class, in the order in which the classes first appear.
+        The pair contains the number of responses in the class and the share of right responses in
+        the class."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each
@@ -62,15 +62,15 @@ class Answered:
 
     @property
     def solutions(self) -> int:
-        """Number of right responses with different texts. White space does not count as a
-        difference."""
+        """Number of different texts among the right responses. Differences in white space are
+        ignored."""
         return len(
             {" ".join(response.text.split()) for response in self.responses if response.right}
         )
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """Returns the powers of two up to `samples`, and `samples` itself."""
+    """Returns the default values of k: all powers of two up to `samples`, and `samples` itself."""
     powers = (2**power for power in range(samples.bit_length()))
     return tuple(dict.fromkeys([*powers, samples]))
 
@@ -78,7 +78,8 @@ def default_ks(samples: int) -> tuple[int, ...]:
 def results_of(
     answered: Sequence[Answered], problems: Sequence[int], ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the figures over all prompts. docs/evaluation.md defines each figure.
+    """Returns the figures of a task, computed over all prompts. docs/evaluation.md defines each
+    figure.
 
     Args:
         answered: the responses to every prompt, equally many for each prompt.
@@ -111,8 +112,8 @@ def results_of(
 
 
 def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
-    """Returns the figures of one prompt. `majority` is the most frequent answer. If several answers
-    are equally frequent, `majority` is the first of them."""
+    """Returns the figures of one prompt. The entry `majority` is the most frequent answer. If
+    several answers are most frequent, `majority` is the answer among them that appeared first."""
     samples, votes = len(answered.responses), answered.votes
     row: dict[str, Any] = {
         "samples": samples,

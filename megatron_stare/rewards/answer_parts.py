@@ -1,5 +1,5 @@
 r"""Parses mathematical answers. Recognises non-ASCII characters, names, equations, lists, tuples,
-sets, intervals, times of day, and statements that there is no answer. Imports the standard library
+sets, intervals, times of day, and statements such as 'no solution'. Imports the standard library
 only."""
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def nothing(text: str) -> str | None:
-    """Classifies an answer that states no value. Returns "none", "undefined", "infinite" or
-    "infinity". Returns None if the answer states a value."""
+    """Classifies an answer that states no number, such as 'no solution'. Returns "none",
+    "undefined", "infinite" or "infinity", and returns None for every other answer."""
     words = re.sub(r"\\(?:text|mathrm|textbf|mbox)(?![A-Za-z])|[\\${}().!]", " ", text).strip()
     words = re.sub(r"\s+", " ", words.lower())
     if re.sub(r"\s", "", text) in (r"\{\}", "{}"):
@@ -184,7 +184,7 @@ def nothing(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day. `half` is "a" for am, "p" for pm, or None if the answer states neither."""
+    """A time of day. `half` is "a" for am, "p" for pm, and None for a time without am or pm."""
 
     hour: int
     minute: int
@@ -205,14 +205,14 @@ def clock(text: str) -> Clock | None:
 
 
 def sides(text: str) -> list[str]:
-    """Splits an equation or a chain of equations into its sides. If the text has no equals sign
-    outside brackets, the whole text is the only side."""
+    """Splits an equation or a chain of equations, such as a = b = c, into its sides. A text without
+    an equals sign outside brackets is returned as one side."""
     return [part.strip() for part in split(text, ("=",))]
 
 
 def is_name(text: str) -> bool:
-    """Returns True if one side of an equation is the name of a quantity. A name is, for example, a
-    letter, f(x), an angle, V_1:V_2, or a tuple of names."""
+    """Returns True if a side of an equation is the name of a quantity, not a value. Examples of
+    names are a letter, f(x), an angle, V_1:V_2 and a tuple of names."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text).strip()
     if text.startswith("(") and text.endswith(")"):
         return all(is_name(part) for part in split(text[1:-1], (",",)))
@@ -228,8 +228,8 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str, marks: tuple[str, ...]) -> list[str]:
-    """Splits a text at marks outside brackets. The '=' in <=, >= and != does not count as a
-    mark."""
+    """Splits a text wherever one of `marks` occurs outside brackets. If '=' is a mark, the text is
+    not split at the '=' in <=, >= and !=."""
     found, depth, start, at = [], 0, 0, 0
     while at < len(text):
         if text[at] == "\\" and text[at + 1 : at + 2] in ("{", "}"):
@@ -261,8 +261,9 @@ _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 def items(text: str) -> list[str]:
     r"""Splits a list without brackets into items at commas, semicolons, 'and' and 'or'. An item
-    that contains one \pm becomes two items, one with + and one with -. A number with commas between
-    thousands is one item. If the text is not a list, the whole text is the only item."""
+    that contains one \pm becomes two items, one with + and one with -. A number such as 12,000,
+    whose commas separate thousands, is not split. A text that is not a list is returned as one
+    item."""
     text = _JOINED.sub(",", text)
     if _THOUSANDS.fullmatch(text.strip()):
         return [text]
@@ -287,10 +288,10 @@ def items(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """An answer that is enclosed in one pair of brackets: the brackets and their content.
+    """An answer in brackets: the opening bracket, the closing bracket and the parts between them.
 
-    opened, closed: the enclosing brackets. '(' and ')' stand for a tuple or an open end of an
-        interval, '[' and ']' for a closed end of an interval, '{' and '}' for a set.
+    opened, closed: the enclosing brackets. '(' and ')' mean a tuple or an open end of an interval.
+        '[' and ']' mean a closed end of an interval. '{' and '}' mean a set.
     """
 
     opened: str
@@ -333,6 +334,5 @@ def _balanced(text: str) -> bool:
 
 
 def union(text: str) -> list[str]:
-    """Splits a union into its parts. If the text is not a union, the whole text is the only
-    part."""
+    """Splits a union into its parts. A text that is not a union is returned as one part."""
     return [part.strip() for part in split(text, (r"\cup",))]

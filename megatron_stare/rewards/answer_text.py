@@ -1,5 +1,5 @@
-r"""Normalises the notation of mathematical answers. Removes LaTeX that does not affect the meaning
-of an answer. Detects notation that affects the meaning but that math-verify ignores. Imports the
+r"""Normalises the notation of mathematical answers. Removes LaTeX that does not change the meaning
+of an answer. Detects notation that changes the meaning but is ignored by math-verify. Imports the
 standard library only."""
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 def bare(text: str) -> str:
     """Removes decoration from an answer. Decoration means dollar signs, spacing, fonts, colours,
-    labels, check marks, a modulus, a choice's letter in front of the choice's value, and a final
-    full stop. Rewrites 1e5 as a power of ten."""
+    labels, check marks, a modulus such as (mod 7), the letter of a choice before its value, as in
+    (B) 12, and a full stop at the end. Also rewrites numbers such as 1e5 as powers of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
     text = _LABEL.sub("", text)
@@ -68,37 +68,38 @@ def bare(text: str) -> str:
 
 
 def without_name(text: str) -> str:
-    """Returns the right side of an answer in the form 'x = ...' or 'f(x) = ...'. Returns any other
-    text unchanged."""
+    """Removes the name from an answer of the form 'x = ...' or 'f(x) = ...', and returns the right
+    side. Returns any other text unchanged."""
     found = _NAMED.match(text)
     return text[found.end() :] if found and text.count("=") == 1 else text
 
 
 def without_fonts(text: str) -> str:
-    r"""Replaces \text{...}, \mathbf{...} and similar commands by their content. Commands may be
-    nested two levels deep."""
+    r"""Replaces \text{...}, \mathbf{...} and similar commands by their content. Removes at most two
+    levels of nested commands."""
     return _WRAPPED.sub(r"\1", _WRAPPED.sub(r"\1", text))
 
 
 def plain(text: str) -> str:
-    r"""Reduces an answer to the characters that matter for a comparison. Replaces font commands by
-    their contents, and \dfrac and \tfrac by \frac. Removes spaces and the commands \left and
-    \right."""
+    r"""Reduces an answer to the characters that matter for a comparison. Replaces every font
+    command by its content, and \dfrac and \tfrac by \frac. Removes spaces and the commands \left
+    and \right."""
     text = without_fonts(text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text.replace(r"\left", "").replace(r"\right", ""))
     return re.sub(r"\s+", "", text)
 
 
 def tidy(text: str) -> str:
-    """Reduces an answer in the same way as `plain`, but keeps each space that ends the name of a
-    LaTeX command. The result is still valid LaTeX."""
+    """Reduces an answer in the same way as `plain`, but keeps the space between a LaTeX command and
+    a letter, so that the result is still valid LaTeX."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
 
 def number(text: str) -> Decimal | None:
-    """Returns the value of a number that is written in digits. The number may have commas between
-    thousands, a power of ten and a unit. Returns None for any other text."""
+    """Returns the value of a number that is written in digits. The number may contain commas that
+    separate thousands, and may be followed by a power of ten and a unit. Returns None for any other
+    text."""
     text = _UNIT.sub("", re.sub(r"\s+|\\left|\\right", "", text))
     if (
         not any(map(str.isdigit, text))
@@ -114,8 +115,8 @@ def number(text: str) -> Decimal | None:
 
 
 def quotient(text: str) -> Fraction | None:
-    """Returns the value of a fraction of integers. Returns None if the text is not such a fraction,
-    or if the denominator is 0."""
+    """Returns the value of a fraction of two integers. Returns None if the text is not a fraction
+    of two integers, or if the denominator is 0."""
     if not (found := _QUOTIENT.fullmatch(text)):
         return None
     sign, *parts = (part for part in found.groups() if part is not None)
@@ -125,23 +126,23 @@ def quotient(text: str) -> Fraction | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Returns the value of a number in digits or of a fraction of integers. Returns None for any
-    other text, and for values beyond 10^100."""
+    """Returns the exact value of a number in digits or of a fraction of two integers. Returns None
+    for any other text, and for a number whose decimal exponent is above 100 or below -100."""
     if (value := number(text)) is not None:
         return Fraction(value) if not value or abs(value.adjusted()) <= _DIGITS else None
     return quotient(text)
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two numbers. Two integers must be exactly equal. Other numbers may differ by 1e-6,
-    multiplied by the absolute value of the reference if this absolute value is below 1."""
+    """Compares two numbers. Two integers must be exactly equal. Otherwise the numbers may differ by
+    1e-6, or by 1e-6 |wanted| if |wanted| is below 1."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
 
 
 def intervals(text: str) -> str | None:
-    """Converts inequalities that are joined by 'or', such as 'x < -2 or x > 1', to a union of
+    """Converts several inequalities that 'or' joins, such as 'x < -2 or x > 1', to a union of
     intervals. Returns None for any other text."""
     parts = [_interval(part) for part in _OR.split(re.sub(r"\s+|\\left|\\right", "", text))]
     return r"\cup".join(filter(None, parts)) if len(parts) > 1 and all(parts) else None
@@ -167,45 +168,44 @@ def _sign(relation: str) -> str:
 
 
 def word(text: str) -> str | None:
-    """If an answer consists of words, such as a name or a choice, returns the answer in lower case
-    and without brackets. Returns None for any other answer."""
+    """Normalises an answer that consists of words, such as a name or a choice: removes spaces and
+    enclosing brackets, and converts to lower case. Returns None for any other answer."""
     text = plain(text).strip("().")
     return text.lower() if _WORDS.fullmatch(text) else None
 
 
 def one_value(text: str) -> bool:
-    r"""Returns True if an answer is a single value without qualifying words. Lists, unions and
-    answers with \pm are not single values."""
+    r"""Returns True if an answer is a single value without qualifying words such as 'about'. Lists,
+    unions and answers with \pm are not single values."""
     return not (hedges(text) or re.search(r",(?!\d{3})|\\cup|\\pm", text))
 
 
 def hedges(text: str) -> bool:
-    r"""Returns True if an answer contains qualifying words, as in 3\text{ or 4}. math-verify may
-    read such words as a unit."""
+    r"""Returns True if an answer contains qualifying words, as in 3\text{ or 4}. math-verify can
+    mistake qualifying words for a unit."""
     return bool(_HEDGE.search(text))
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers must be compared as text, because at least one answer is a time
-    of day or a number with a base.
+    """Returns True if at least one of two answers is a time of day or a number with a base. The two
+    answers must then be compared as text.
 
-    math-verify would treat numbers in different bases as equal, and would treat different times of
-    day as equal.
+    math-verify would treat numbers in different bases, and different times of day, as equal.
     """
     pair = (plain(wanted), plain(given))
     return any(_CLOCK.fullmatch(text) or _BASE.fullmatch(text) for text in pair)
 
 
 def alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers have the same characters after `plain`, apart from braces around
-    subscripts."""
+    """Returns True if `plain` gives the same text for two answers. Braces around subscripts are
+    ignored."""
     first, second = (re.sub(r"_\{(\w+)\}", r"_\1", plain(text)) for text in (wanted, given))
     return first == second
 
 
 def ends_in_a_name(text: str) -> bool:
-    """Returns True if an answer ends in a letter that is a variable. For example, the t in 'cos 2t'
-    is a variable and does not mean tonne."""
+    """Returns True if an answer ends in a letter that stands alone. The letter is then a variable,
+    not a unit: the t in 'cos 2t' does not mean tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 
@@ -217,8 +217,8 @@ def of_another_kind(wanted: str, given: str) -> bool:
 
 
 def _outer_bracket(text: str) -> str:
-    """Returns the opening bracket of the pair that encloses the whole text. Returns '' if no single
-    pair encloses the whole text, as in (1)(2)."""
+    """Returns the opening bracket if one pair of brackets encloses the whole text. Otherwise
+    returns '', for example for (1)(2)."""
     text = text.replace("\\{", "{").replace("\\}", "}")
     if not text or text[0] not in _PAIRS or text[-1] not in ")]}":
         return ""

@@ -1,11 +1,10 @@
-r"""Handles the units and words that follow a number. Decides which units are known, which units
-agree, and which words change the value of the number.
+r"""Handles units and words that follow a number. Decides which units are known, which two units
+agree, and which words change the number's value.
 
-An answer may have a known unit even if the reference has no unit. If answer and reference both have
-a unit, the units must be the same or of the same kind. If the units differ but are of the same
-kind, the number is converted. A word that changes the number, as in 7 million or 7 squared, is not
-a unit. A letter that is a variable, as in 7t, is not a unit either. Imports the standard library
-only.
+An answer can have a known unit even if the reference has no unit. If answer and reference both have
+a unit, the units must be of the same kind, such as two lengths. If two units of the same kind
+differ, the number is converted. A word that changes the number, as in 7 million or 7 squared, is
+not a unit. A letter that is a variable, as in 7t, is not a unit. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ COUNT = "count"  # kind of countable nouns: 12 ways, 12 students
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value in the notation of an answer, and the unit of the value.
+    """A value as LaTeX text, and the unit of the value.
 
     value: LaTeX, without the unit.
     kind: kind of the unit, such as length^2; None: no unit.
-    size: size of the unit, as a multiple of the unit of the same kind whose size is 1.
+    size: size of the unit, relative to the unit of the same kind that has size 1.
     """
 
     value: str
@@ -32,7 +31,7 @@ class Quantity:
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """Returns the kind and the size of every unit, by the name of the unit."""
+    """Returns a dict from the name of every unit to the unit's kind and size."""
     lines = """
     length 1 m meter meters metre metres
     length 1/100 cm centimeter centimeters centimetre centimetres
@@ -144,9 +143,8 @@ _SEVERAL = re.compile(
 
 
 def quantity(text: str) -> Quantity | None:
-    """Splits an answer into a value and a unit. The unit may be absent. Returns None if the answer
-    cannot be split, for example because the words after the value change the meaning of the
-    value."""
+    """Splits an answer into a value and a unit, which may be absent. Returns None if the answer
+    cannot be split, for example because the words after the value change the value."""
     if money := _MONEY.match(text):
         kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
         rest = quantity(text[money.end() :])
@@ -182,8 +180,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _of_several(text: str) -> Quantity | None:
-    """Converts a value in several units of the same kind, such as 7 hours 30 minutes, to the last
-    of these units. Returns None for any other text."""
+    """Converts a value in several units of the same kind to the unit that is written last: 7 hours
+    30 minutes becomes 450 minutes. Returns None for any other text."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:
@@ -205,8 +203,8 @@ def _of_several(text: str) -> Quantity | None:
 
 
 def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
-    """Returns the kind and the size of a unit that is written in words or in symbols. Returns None
-    if the text is not a unit."""
+    """Returns the kind and the size of a unit, given in words or in symbols. Returns None if the
+    text is not a unit."""
     bare = words.strip()
     if (
         (set_as_text or len(bare) > 1)
@@ -297,8 +295,8 @@ _FACTOR = re.compile(r"([A-Za-z]+)\s*(?:\^?\s*\{?\s*([+-]?\d)\s*\}?)?")
 
 
 def _symbols(text: str) -> tuple[str, Fraction] | None:
-    r"""Returns the kind and the size of a unit that is written in symbols, such as kg m^2/s or W
-    m^{-2}. Returns None if the text is not a unit."""
+    r"""Returns the kind and the size of a unit in symbols, such as kg m^2/s or W m^{-2}. Returns
+    None if the text is not a unit."""
     text = (
         re.sub(r"\\(?:cdot|times)(?![A-Za-z])|[~*]|\\[,;:! ]", " ", text)
         .replace("\\mu", "u")
@@ -381,7 +379,7 @@ def _countable(singular: tuple[str, ...]) -> bool:
 
 def agree(wanted: Quantity, given: Quantity) -> Fraction | None:
     """Returns the factor that converts the given value to the unit of the wanted value. Returns
-    None if the units do not agree."""
+    None if the two units do not agree."""
     if given.kind is None:
         return Fraction(1)
     several = (wanted.kind or "").endswith(" of several"), given.kind.endswith(" of several")

@@ -9,8 +9,8 @@ _LAST_INTEGER = re.compile(r"\s*(-?)0*([0-9]+)\s*")
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the response ends in '=' and the integer `answer`, else 0.0. The integer may
-    have leading zeros and whitespace around it.
+    """Returns 1.0 if the response ends with '=' and then the integer `answer`, else 0.0. In the
+    response, the integer may have leading zeros, and whitespace before and after it.
 
     Raises:
         ValueError: `answer` is not an integer.
@@ -29,8 +29,8 @@ def answer_start(response: str) -> int:
 
 
 def normal_answer(response: str) -> str:
-    """Returns the integer at the end of the response, without leading zeros. Returns "" if the
-    response does not end in '=' and an integer."""
+    """Returns the integer after the last '=' of the response, without leading zeros. Returns "" if
+    the text after the last '=' is not an integer."""
     match = _answer(response)
     return match[1] + match[2] if match else ""
 

@@ -25,7 +25,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer names the same choices as `answer`, in any order, else 0.0.
+    """Returns 1.0 if the final answer names exactly the choices that `answer` names, in any order,
+    else 0.0.
 
     Raises:
         ValueError: `answer` names no choice.
@@ -46,7 +47,8 @@ def normal_answer(response: str) -> str:
 
 
 def _letters(text: str) -> frozenset[str] | None:
-    """Returns the choices that a text names. Returns None if a part of the text names no choice."""
+    """Returns the letters of all choices in a text. The text is split at commas, semicolons and the
+    word 'and'. Returns None if one of the resulting parts is not a choice."""
     text = without_fonts(text).replace("$", "").strip()
     parts = [_LETTER.fullmatch(plain(part)) for part in _SEPARATOR.split(text)]
     return frozenset(part[1].upper() for part in parts if part) if all(parts) else None

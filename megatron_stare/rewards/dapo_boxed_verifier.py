@@ -1,5 +1,5 @@
-r"""Applies DAPO's comparison (rewards/dapo_verifier.py) to the content of the last box, as in
-JustRL (arXiv 2512.16649)."""
+r"""Compares the content of the last box with the reference by DAPO's rule
+(rewards/dapo_verifier.py), as JustRL does (arXiv 2512.16649)."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer equals `answer`, else 0.0. Spaces at both ends are
-    ignored."""
+    """Returns 1.0 if the final answer equals `answer`, else 0.0. White space at the start and end
+    of both is ignored."""
     given = final_answer(response)
     return float(given is not None and given.strip() == answer.strip())
 
@@ -25,6 +25,6 @@ answer_start = final_answer_start
 
 
 def normal_answer(response: str) -> str:
-    """Returns the final answer without spaces at both ends, or "" if the response has no final
-    answer."""
+    """Returns the final answer without white space at its start and end, or "" if the response has
+    no final answer."""
     return (final_answer(response) or "").strip()

@@ -14,7 +14,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 class Box(NamedTuple):
     """A box of a response.
 
-    start: position of the box, in characters from the start of the response.
+    start: position of the box, as a character index in the response.
     content: text in the box; None if the closing brace is missing, as in a truncated answer.
     """
 
@@ -23,8 +23,8 @@ class Box(NamedTuple):
 
 
 def last_box(text: str) -> Box | None:
-    """Returns the last box of a text, or None if the text has no box. If boxes are nested, the
-    innermost box is returned.
+    """Returns the last box of a text, or None if the text has no box. The last box is the one that
+    starts last, so of nested boxes it is the innermost.
 
     The run time is linear in the length of the text, because braces are counted only from the start
     of the last box.
@@ -49,10 +49,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    r"""Returns the text between the opening brace just before `start` and the matching closing
-    brace. Returns None if the matching brace is missing.
+    r"""Returns the text from `start` to the closing brace that matches the opening brace just
+    before `start`. Returns None if the closing brace is missing.
 
-    The escapes \{ and \} are printed characters and do not count as braces.
+    The escapes \{ and \} are ordinary characters, not braces.
     """
     at, depth = start, 1
     while at < len(text):
@@ -68,15 +68,14 @@ def _braced(text: str, start: int) -> str | None:
 
 def final_answer(response: str) -> str | None:
     """Returns the text of the final answer. Returns None if the response has no final answer, or if
-    the final answer has no closing brace or tag."""
+    the closing brace or tag of the final answer is missing."""
     found = _found(response)
     return found[1] if found else None
 
 
 def final_answer_start(response: str) -> int:
     """Returns the position of the final answer in the response, as a character index. Returns -1 if
-    the response has no final answer, or if the final answer is empty or has no closing brace or
-    tag."""
+    the final answer is missing, empty, or without a closing brace or tag."""
     found = _found(response)
     return found[0] if found and found[1] and found[1].strip() else -1
 

@@ -1,8 +1,8 @@
-r"""Grades only the form of a response. The reward does not depend on whether the answer is right.
-If the response has thoughts, </think> must precede the final answer.
+r"""Grades only the form of a response, not whether its answer is right. If the response contains
+thoughts, </think> must come before the final answer.
 
-Use this verifier as a term in a sum of verifiers, such as `math + 0.1 * format`. Runs in reward
-workers and does not import torch.
+Use this verifier as one term of a weighted sum of verifiers, such as `math + 0.1 * format`. Runs in
+reward workers and does not import torch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def verify(response: str, answer: str) -> float:
     """Returns 1.0 if the final answer follows </think>, is not empty, and ends with its closing
     brace or tag. Otherwise returns 0.0. A response without thoughts needs no </think>.
 
-    A response may contain </think> without <think>, because chat templates put <think> into the
-    prompt.
+    A response is allowed to contain </think> without <think>, because some chat templates put
+    <think> into the prompt.
     """
     opened, closed = response.count(_OPEN), response.count(_CLOSE)
     if closed > 1 or opened > closed or (opened and response.index(_OPEN) > response.index(_CLOSE)):

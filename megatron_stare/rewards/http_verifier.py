@@ -1,9 +1,9 @@
-"""Calls a verifier over HTTP. Such a verifier may run on another machine, may be written in another
-language, or may use a model as judge.
+"""Calls a verifier over HTTP. A verifier behind HTTP can run on another machine, be written in
+another language, or use a model as judge.
 
 The server receives POST {"response": ..., "answer": ...} and replies with a number or {"reward":
-number}. The module runs in reward workers. The workers' wall-clock limit (`reward.timeout_s`)
-covers all attempts for one answer.
+number}. The module runs in reward workers. The time limit of an answer (`reward.timeout_s`) covers
+all attempts to get the server's reward for this answer.
 """
 
 from __future__ import annotations

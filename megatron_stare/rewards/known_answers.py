@@ -1,5 +1,5 @@
-"""Tests the verifier of a run before the first step. The user lists answers and the right reward of
-each answer. A pool of verifier processes judges these answers."""
+"""Tests the verifier of a run before the first step. The user lists answers with the right reward
+of each answer. A pool of verifier processes judges the listed answers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
-    """Opens a pool of verifier processes. Each process tests the verifier on the known answers of
-    the verifier's module. If `verifier` is the run's own verifier, it is also tested on the answers
-    in the file `reward.known_answers`.
+    """Opens a pool of verifier processes. Each process first tests the verifier on `KNOWN_ANSWERS`
+    of the verifier's module. If `verifier` is the verifier of the run, the pool also tests it on
+    the answers in the file `reward.known_answers`.
 
     Raises:
         ConfigError: `VerifierPool` or `prove` raises ConfigError, or the run cannot provide the
@@ -78,8 +78,8 @@ def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> Non
 
 
 def prove(pool: VerifierPool, path: str | Path) -> None:
-    """Checks a pool's rewards for the known answers in a file. The pool's time limit applies to
-    each answer.
+    """Checks that a pool gives the expected reward to every known answer in a file. The pool's time
+    limit applies to each answer.
 
     Raises:
         ConfigError: `read_known_answers` raises ConfigError, or the verifier gives no reward for an

@@ -1,11 +1,10 @@
-r"""Verifies mathematical answers by comparing the last box of a response with the reference, using
-math-verify.
+r"""Verifies mathematical answers. Compares the last box of a response with the reference by means
+of math-verify.
 
-The verifier is strict about the place of the answer. An answer outside a box earns nothing, so a
-policy gains nothing by listing guesses. The verifier is lenient about notation: 1/2, 0.5 and
-\frac{1}{2} are equal. math-verify reads some notations wrongly, so this module handles these
-notations before it calls math-verify (see `rewards/answer_text.py`). Runs in reward workers and
-does not import torch.
+Only the last box counts, so a policy gains nothing by listing several guesses. The notation of the
+answer is free: 1/2, 0.5 and \frac{1}{2} are equal. math-verify misreads some notations; this module
+handles them itself before it calls math-verify (see `rewards/answer_text.py`). Runs in reward
+workers and does not import torch.
 """
 
 from __future__ import annotations
@@ -73,17 +72,17 @@ failure would look like a policy that never learns."""
 def verify(response: str, answer: str) -> float:
     r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
-    This function sets no time limit. math-verify's own time limit uses signal.alarm. Outside the
-    main thread, signal.alarm raises an error, and every answer would then be graded wrong. The
-    reward pool's wall-clock limit bounds the call instead.
+    This function sets no time limit of its own; the reward pool limits the wall-clock time of the
+    call. math-verify's time limit is switched off because it uses signal.alarm. Outside the main
+    thread, signal.alarm raises an error, which would make every answer wrong.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
 
 
 def equal(wanted: str, given: str) -> bool:
-    """Compares two answers by meaning. `wanted` is the reference. The form of the reference
-    determines the accepted notations."""
+    """Compares two answers by meaning. `wanted` is the reference. Which notations of an answer are
+    accepted depends on the form of the reference."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
     times = answer_parts.clock(wanted), answer_parts.clock(given)
@@ -93,8 +92,8 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """Compares two LaTeX answers in the same way as `equal`. `deeper` is the number of levels to
-    which the answers may still be split into parts."""
+    """Compares two LaTeX answers in the same way as `equal`. `deeper` is the number of further
+    times that the answers may be split into parts."""
     in_words = r"\text" in wanted
     written = wanted, given  # still with the currency signs that `bare` removes
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
@@ -125,9 +124,9 @@ def _same(wanted: str, given: str, deeper: int) -> bool:
 
 
 def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
-    """Compares lists, unions, sets, tuples, intervals and equations part by part. Returns True if
-    the answers are equal, and False if they differ. Returns None if the answers cannot be compared
-    part by part."""
+    """Compares lists, unions, sets, tuples, intervals and equations part by part. Returns True for
+    equal answers, False for different answers, and None for answers that cannot be compared part by
+    part."""
 
     def same(one: str, other: str) -> bool:
         return _same(one, other, deeper - 1)
@@ -176,8 +175,8 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
 def _same_tuples(
     wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
 ) -> bool:
-    """Compares tuples entry by entry. Two entries in brackets may be an interval, so the two
-    answers must then have brackets of the same kind."""
+    """Compares tuples entry by entry. A tuple of two entries may be an interval, so two such
+    answers are equal only if their brackets are the same."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -185,8 +184,8 @@ def _same_tuples(
 
 
 def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Compares two lists and ignores the order of the entries. Each entry must occur equally often
-    in both lists."""
+    """Compares two lists without regard to order. Each entry must occur the same number of times in
+    both lists."""
     if len(wanted) != len(given) or len(wanted) > _LONGEST_LIST:
         return False
     left = list(given)
@@ -199,9 +198,8 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Compares two answers if at least one of them is an equation. Returns None if neither answer
-    is an equation. Also returns None if both answers are equations and at least one equation does
-    not assign a value to a name."""
+    """Compares two answers of which at least one is an equation. Returns None if neither answer is
+    an equation, or if both are equations but one of them does not assign a value to a name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
         return None
@@ -216,10 +214,10 @@ def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> 
 
 
 def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str] | None:
-    """Returns the name and the value that an equation such as x = 5 or 5 = x defines. In a chain
-    such as x = 2 + 3 = 5, all values after the name must be equal.
+    """Returns the name and the value from an equation such as x = 5 or 5 = x. In a chain such as x
+    = 2 + 3 = 5, all values after the name must be equal.
 
-    Returns None if the sides do not define a name's value.
+    Returns None if the equation does not assign a value to a name.
     """
     if len(sides) < 2 or not all(sides):
         return None
@@ -273,26 +271,26 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""Removes all dollar signs from an amount except the leading \$. For example, \$5$ becomes
-    \$5."""
+    r"""Removes all dollar signs from an amount of money except the \$ at the start. For example,
+    \$5$ becomes \$5."""
     return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
 
 
 def _sum(found: re.Match[str]) -> str:
-    """Rewrites a mixed number as a sum, such as 3 1/2 as 3 + 1/2."""
+    """Rewrites a mixed number as a sum: 3 1/2 becomes 3 + 1/2."""
     whole, part = (each for each in found.groups() if each)
     return f"({whole}+{part})"
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as one number. Such a text has separate groups of
-    digits, as in 3 4, or words that are not a unit."""
+    """Returns True if a text must not be read as one number, because it contains words that are not
+    a unit, or two numbers with a space between them, as in 3 4."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space separates digits, as in 3 4. Returns False if all
-    spaces separate groups of three digits, as in 12 000, or stand before a fraction."""
+    """Returns True if a space separates two numbers, as in 3 4. A space is allowed between groups
+    of three digits, as in 12 000, and between the parts of a mixed number, as in 3 1/2."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 
@@ -306,9 +304,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 
 
 def normal_answer(response: str) -> str:
-    """Returns a normal form of the last box's content, or "" if the box is empty or missing. A
-    number or a fraction of integers becomes its value. Words become lower case. Any other answer
-    only loses its decoration."""
+    """Returns a normal form of the last box's content, or "" if the box is empty, missing or not
+    closed. A number or a fraction of two integers is replaced by its value. Words are converted to
+    lower case. From any other answer, only decoration, fonts and spaces are removed."""
     given = last_boxed(response)
     if given is None:
         return ""
@@ -323,7 +321,7 @@ def normal_answer(response: str) -> str:
 
 def answer_start(response: str) -> int:
     r"""Returns the position of the response's last box, as a character index. Returns -1 if the
-    response has no box, or if the last box is empty."""
+    last box is missing, empty or not closed."""
     box = last_box(response)
     if not box or not box.content:
         return -1

@@ -1,5 +1,5 @@
 """Runs math-verify unmodified, for comparison with the verifier `math`. No box is required, so
-math-verify may take any number in the response as the answer."""
+math-verify can take any number in the response for the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if math-verify, with its defaults but no time limits, considers the response
-    equal to the answer."""
+    """Returns 1.0 if math-verify finds the response equal to the answer, else 0.0. math-verify runs
+    with its default settings, but without time limits."""
     wanted = parse(f"\\boxed{{{answer.removeprefix('$').removesuffix('$')}}}", parsing_timeout=None)
     return float(equal(wanted, parse(response, parsing_timeout=None), timeout_seconds=None))

@@ -1,5 +1,5 @@
-r"""Verifies answers that consist of one number, within a tolerance. Runs in reward workers and does
-not import torch."""
+r"""Verifies answers that are one number. The number may differ from the reference by a small
+tolerance. Runs in reward workers and does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer is a number whose relative difference from `answer` is at
+    """Returns 1.0 if the final answer is a number and its relative difference from `answer` is at
     most `RELATIVE`, else 0.0.
 
     Raises:

@@ -1,14 +1,14 @@
-"""Manages one verifier process and the parent's end of the socket between parent and process.
-Defines the message format of both ends.
+"""Manages one verifier process and its socket, from the parent's side. Defines the format of the
+messages in both directions.
 
-`rewards/verifier_pool.py` decides which messages to send to the process and when to kill the
-process. The process runs `rewards/worker.py`. The verifier process is a plain subprocess, because
-multiprocessing would import the parent's __main__ module again. The parent's __main__ module may be
-a console script, a Ray worker or pytest.
+`rewards/verifier_pool.py` decides which messages are sent to a verifier process and when the
+process is killed. The verifier process runs `rewards/worker.py`. The verifier process is a plain
+subprocess, because multiprocessing would import the parent's __main__ module again, which may be a
+console script, a Ray worker or pytest.
 
-Messages are JSON with a length prefix. A worker processes text that a model wrote, so the parent
-must not execute anything that a worker sends back. The messages are therefore not pickled. This
-module imports only the standard library and `registry`, because the worker imports this module too.
+Each message is JSON with a length prefix. Messages are not pickled, because reading a pickle can
+execute code, and a worker handles text that a model wrote. This module imports only the standard
+library and `registry`, because every worker imports this module too.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """Serializes one message as ASCII JSON text. A decoding error may leave a lone surrogate in a
-    text. UTF-8 cannot encode a lone surrogate, but ASCII JSON contains it as an escape sequence."""
+    """Serializes one message as a length prefix and ASCII JSON text. If decoding has left a lone
+    surrogate in a text, UTF-8 cannot encode it, but ASCII JSON can write it as an escape
+    sequence."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
 
 class Unpacker:
-    """Reassembles messages from chunks of a stream. A chunk may end in the middle of a message."""
+    """Reassembles messages from the chunks of a byte stream. A chunk can end in the middle of a
+    message."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yields the messages that `data` completes."""
+        """Adds `data` to the stream, and yields every message that is then complete."""
         self._buffer += data
         start = 0
         while len(self._buffer) >= start + _LENGTH.size:
@@ -58,8 +60,8 @@ class Unpacker:
 
 
 class WorkerProcess:
-    """A running worker process. `kill` is the only method that blocks. `kill` returns once the
-    kernel has ended the process.
+    """A running worker process. No method blocks except `kill`, which waits until the process has
+    ended.
 
     Args:
         verifier: as in `make_verifier`. The worker imports the verifier through the sys.path of the
@@ -108,20 +110,22 @@ class WorkerProcess:
 
     @property
     def sending(self) -> bool:
-        """Returns True if data is left that `flush` must send once the socket is writable."""
+        """Returns True if some data is not sent yet. `flush` must send this data when the socket is
+        writable."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:
-        """Returns the socket's file descriptor, for a selector."""
+        """Returns the socket's file descriptor, so that a selector can watch the socket."""
         return self._channel.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends as much of the message as the socket accepts at once. `flush` sends the rest."""
+        """Sends as much of the message as the socket accepts without blocking. `flush` sends the
+        rest."""
         self._outgoing += pack(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much of the remaining data as the socket accepts."""
+        """Sends as much of the unsent data as the socket accepts without blocking."""
         try:
             while self._outgoing:
                 del self._outgoing[: self._channel.send(self._outgoing)]
@@ -132,7 +136,7 @@ class WorkerProcess:
             self._outgoing.clear()
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Returns the messages that have arrived, and True if the worker has ended."""
+        """Returns a pair: the messages that have arrived, and True if the worker has ended."""
         messages: list[Any] = []
         try:
             while data := self._channel.recv(_RECEIVE_BYTES):
@@ -144,8 +148,8 @@ class WorkerProcess:
         return messages, True
 
     def kill(self) -> str:
-        """Kills the worker and the worker's children if any of these processes still runs. Returns
-        a text that says how the worker ended. Idempotent."""
+        """Kills the worker and all processes in the worker's process group, if they still run.
+        Returns a text that states how the worker ended. Idempotent."""
         if self._fate is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -24,10 +24,10 @@ def verify(response: str, answer: str) -> float:
     """Returns 1.0 if the steps after the last 'wait' lead from the problem's first number to the
     problem's total, else 0.0.
 
-    A step is a signed operand, optionally followed by a running total. Every operand must appear
-    once, in the order of the problem. The text must contain nothing besides steps. The running
-    totals are not checked, because a policy that computes wrong running totals reaches the right
-    total only by luck.
+    A step is a signed operand, optionally followed by a running total. The steps must use every
+    operand of the problem once, in the problem's order. The text after the last 'wait' must contain
+    nothing besides steps. Running totals are not checked: a policy that computes them wrong reaches
+    the right total only by luck.
 
     Args:
         answer: the problem, such as '33 8 5 2 = 38'.
@@ -47,17 +47,16 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Returns the position at which the text after the last 'wait' starts, as a character index.
-    Returns -1 if the text after the last 'wait' contains no steps, or contains anything besides
-    steps. A step is a signed operand with an optional running total."""
+    """Returns the character index of the first step after the last 'wait'. Returns -1 if the text
+    after the last 'wait' contains no steps, or contains anything besides steps. A step is a signed
+    operand, optionally followed by a running total."""
     start, steps = _last_attempt(response)
     return start if steps else -1
 
 
 def _last_attempt(response: str) -> tuple[int, list[str]]:
-    """Returns the start and the steps of the text after the last 'wait'. If the response has no
-    'wait', the text is the whole response. The list of steps is empty if the text contains anything
-    besides steps."""
+    """Returns the start and the steps of the text after the last 'wait', or of the whole response
+    if it has no 'wait'. The list of steps is empty if the text contains anything besides steps."""
     start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
     at, steps = start, []

@@ -1,16 +1,16 @@
 r"""Implements STARE's three-way scorer: an answer is right if at least one of three methods accepts
 it.
 
-The answer's region is the text in the last <answer>. If there is no <answer>, the region is the
-text after the last </thinking> or </think>. If there is no such tag either, the region is the whole
-response. If the region contains a mark such as 'Final Answer' or 'Conclusion', only the text after
-the mark counts. In a region without a mark, only the last 10 paragraphs count, and at most 300
-characters of these paragraphs. The first method reads the region with math-verify. The second
-method reads the last box in the region with math-verify. The third method compares the content of
-the last box with the reference. For the third method, the released code (hp-luo/STARE,
-verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler; this module uses
-rewards/math_verifier.py. No box is required, and a bare number at the end counts as an answer. Runs
-in reward workers.
+The answer's region is the text in the last <answer>. In a response without <answer>, the region is
+the text after the last </thinking> or </think>. In a response without any of these tags, the region
+is the whole response. If the region contains a mark such as 'Final Answer' or 'Conclusion', only
+the text after the mark's last occurrence counts. In a region without a mark, only the last 300
+characters of the last 10 paragraphs count. The first method reads the region with math-verify. The
+second method reads the last box in the region with math-verify. The third method compares the
+content of the last box in the region with the reference, by rewards/math_verifier.py. The released
+code (hp-luo/STARE, verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler
+for the third method. No box is required: a bare number at the end of the response counts as an
+answer. Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_region(response: str) -> str:
-    """Returns the part of a response that contains the answer."""
+    """Returns the answer's region: the part of a response that is searched for the answer."""
     if "<answer>" in response:
         region = response.rpartition("<answer>")[2].partition("</answer>")[0]
     else:
@@ -79,7 +79,7 @@ def normal_answer(response: str) -> str:
 
 
 def _read(text: str, answer: str) -> bool:
-    """Reads the answer in a text with math-verify. Returns True if this answer equals the
+    """Returns True if math-verify finds an answer in a text and this answer equals the
     reference."""
     found = parse(text, parsing_timeout=None)
     if len(found) < 2:  # success yields an expression and its text; fewer items mean failure

@@ -1,5 +1,5 @@
-"""Verifies answers as they arrive. The code runs in the caller's event loop, and the verifiers run
-in the worker processes of a VerifierPool."""
+"""Verifies answers as they arrive. This module's code runs in the caller's event loop, but the
+verifiers run in the worker processes of a VerifierPool."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EARLY = 32
 
 
 class _Desk:
-    """Connects a pool to one event loop. Serves all rollouts that run in this event loop: assigns
+    """Connects a pool to an event loop. One _Desk serves all rollouts in the event loop: it assigns
     their answers to workers and delivers the verdicts.
 
-    Drops an answer once its verdict is delivered.
+    After the verdict on an answer is delivered, the answer is removed from memory.
     """
 
     def __init__(self, pool: VerifierPool) -> None:
@@ -62,11 +62,11 @@ class _Desk:
         await asyncio.gather(self._served, return_exceptions=True)
 
     async def _serve(self) -> None:
-        """Assigns answers and delivers verdicts until cancelled.
+        """Assigns answers to workers and delivers their verdicts, until the task is cancelled.
 
         Wakes up when an answer is added, when a worker sends a message, or when a worker exceeds
-        its time limit. If `_serve` fails with an error, every current and later call of `of` raises
-        this error.
+        its time limit. After an error in `_serve`, every waiting or later call of `of` raises this
+        error.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -87,7 +87,7 @@ class _Desk:
             self._fail(error)
 
     def _turn(self) -> None:
-        """Assigns waiting answers, and delivers new verdicts."""
+        """Assigns waiting answers to idle workers, and delivers new verdicts to their callers."""
         self._new = 0
         try:
             self._pool.turn(self._answers, wait=False)
@@ -106,8 +106,8 @@ class _Desk:
 
     @contextlib.contextmanager
     def _heard(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Makes messages of workers wake `_serve` during the `with` block. Raises ValueError if the
-        pool is closed."""
+        """Context manager. Inside the `with` block, every message of a worker wakes `_serve`.
+        Raises ValueError if the pool is closed."""
         number = self._pool.fileno()
         loop.add_reader(number, self._something.set)
         try:
@@ -117,9 +117,9 @@ class _Desk:
 
 
 class Verdicts:
-    """Holds the answers of one rollout and the verdicts on these answers.
+    """Gets the verdicts on the answers of one rollout, and counts the failures.
 
-    `async with verdicts(...)` opens and closes a Verdicts.
+    Use `async with verdicts(...)` to open and close a Verdicts.
 
     Args:
         most_failures: number of this rollout's answers that may fail through a timeout or a crash;
@@ -138,14 +138,14 @@ class Verdicts:
 
     @property
     def judges_groups(self) -> bool:
-        """Returns True if callers must use `of_group`, False if they must use `of`."""
+        """Returns True if callers must use `of_group`, and False if callers must use `of`."""
         return self._desk.judges_groups
 
     async def of(
         self, response: str, answer: str, columns: Mapping[str, Any] | None = None
     ) -> Verdict:
-        """Waits for an answer's verdict and returns the verdict. Raises the pool's error if the
-        pool has failed.
+        """Waits for the verdict on an answer and returns the verdict. Raises the pool's error if
+        the pool has failed.
 
         Raises:
             TooManyFailuresError: more of the rollout's answers have failed than are allowed.
@@ -157,8 +157,8 @@ class Verdicts:
     async def of_group(
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> list[Verdict]:
-        """Waits for the verdicts on all responses to a prompt; see `of`. If the group fails as a
-        whole, each response counts as a failure."""
+        """Waits for the verdicts on all responses to a prompt and returns the verdicts; see `of`.
+        If the group fails as a whole, each of its responses counts as a failure."""
         self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
@@ -166,8 +166,8 @@ class Verdicts:
     def given(
         self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
     ) -> Verdict:
-        """Makes a Verdict from the reward of an environment that judges its own responses, counts
-        the Verdict and returns it. Raises TooManyFailuresError for the same reason as `of`."""
+        """Makes a Verdict from a reward that the environment itself gave. Counts the Verdict like a
+        verifier's, and returns it. Raises TooManyFailuresError in the same case as `of`."""
         self._asked += 1
         return self._take(Verdict(reward, status, detail))
 
@@ -185,8 +185,8 @@ _DESKS: dict[VerifierPool, _Desk] = {}  # by pool, for pools with current rollou
 
 @contextlib.asynccontextmanager
 async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
-    """Opens a Verdicts for the length of an `async with` block. Several Verdicts may be open at the
-    same time in one event loop.
+    """Opens a Verdicts for the duration of an `async with` block. Several Verdicts can be open in
+    one event loop at the same time.
 
     Raises:
         ValueError: the pool is closed.

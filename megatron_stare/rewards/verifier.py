@@ -1,25 +1,26 @@
-"""Defines verifiers and looks them up by the names that a configuration contains. The module runs
-in reward workers, so it does not import torch.
+"""Defines verifiers and finds a verifier by its name in the configuration. The module runs in
+reward workers, so it does not import torch.
 
 A verifier is any function `(response text, reference answer) -> reward`. A verifier is allowed to
-be slow, to hang or to raise, because `rewards/verifier_pool.py` runs the verifier in a separate
-process with a time limit.
+be slow, to hang or to raise an error, because `rewards/verifier_pool.py` runs every verifier in
+separate processes with a time limit.
 
 The verifier's module may also define:
-- `KNOWN_ANSWERS`: triples (response, answer, reward) that every worker grades before any other
-  answer.
-- `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot express.
-- `answer_start(response) -> int`: the character index at which the answer starts for the verifier's
-  parser, or -1 if the response has no answer in the right format.
+- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker grades these responses first, as
+  a test of the verifier.
+- `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot cover.
+- `answer_start(response) -> int`: the character index where the verifier finds the answer, or -1 if
+  the response has no answer in the right format.
 - `normal_answer(response) -> str`: a normal form of the response's answer, or "" if the response
   has no answer. Answers that differ only in notation have the same normal form. A normal form can
   serve as a reference answer. Majority votes compare normal forms (docs/evaluation.md).
 
-The function's keyword-only parameters are its settings. An example in YAML with one setting is
-`{name: my_pkg.verify, tolerance: 0.1}`. The run itself sets two parameters, if the function has
-them. A keyword-only parameter `columns` receives a dict of those columns of the data row that
-`data.columns` names. A first parameter called `responses` receives a list of all responses to a
-prompt; such a function returns a list of rewards.
+The keyword-only parameters of a verifier are its settings, which the configuration sets, as in
+`{name: my_pkg.verify, tolerance: 0.1}`. Two parameters, `columns` and `responses`, are not
+settings, because the run itself sets them. A keyword-only parameter `columns` receives a dict with
+the columns of the prompt's data row that `data.columns` names. If the first parameter is called
+`responses`, the verifier is called with the list of all responses to a prompt and returns a list of
+rewards.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ class Asked:
 
 
 def by_environment(response: str, answer: str) -> float:
-    """Placeholder for the verifier if the environment gives the rewards itself. This function is
+    """Placeholder for the verifier of a run whose environment gives the rewards. This function is
     never called."""
     raise AssertionError("the environment judges its responses")
 
 
 class WeightedSum:
-    """A verifier whose reward is a weighted sum of the rewards of other verifiers, such as 'math +
-    0.1 * format'.
+    """A verifier that adds up the weighted rewards of other verifiers, such as 'math + 0.1 *
+    format'.
 
     Args:
         terms: weights and verifiers. The sum takes `answer_start` from the first verifier that has
@@ -107,7 +108,7 @@ class WeightedSum:
 
 
 def asked_by(verify: Verifier) -> Asked:
-    """Determines the inputs of a verifier from its parameters."""
+    """Returns which inputs a verifier needs or accepts, judging by its parameters."""
     if isinstance(verify, WeightedSum):
         found = [asked_by(term) for _, term in verify.terms]
         return Asked(
@@ -134,8 +135,8 @@ def rewards_of(
     answer: str,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Calls a verifier on the responses to one prompt, with the inputs that the verifier's
-    parameters require.
+    """Calls a verifier on the responses to one prompt. Passes `columns` and whole groups only to
+    verifiers that have parameters for them.
 
     Returns:
         The reward of each response, as the verifier returned it.
@@ -160,8 +161,8 @@ def rewards_of(
 
 
 def make_verifier(verifier: Extension | str) -> Verifier:
-    """Makes a verifier from its name and settings. If the verifier's module has known answers,
-    tests the verifier on these answers.
+    """Makes a verifier from its name and settings. If the verifier's module defines `KNOWN_ANSWERS`
+    or `self_test`, tests the verifier with them.
 
     Args:
         verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a
@@ -196,14 +197,14 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """Returns the `answer_start` function of the verifier or of the verifier's module. Returns None
-    if neither verifier nor module has this function."""
+    """Returns the `answer_start` function of a verifier: its attribute, else the function in its
+    module, else None."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """Returns the `normal_answer` function of the verifier or of the verifier's module. Returns
-    None if neither verifier nor module has this function."""
+    """Returns the `normal_answer` function of a verifier: its attribute, else the function in its
+    module, else None."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 
@@ -235,8 +236,8 @@ def _proven(verifier: Extension) -> Verifier:
 
 
 def _check_signature(verify: Verifier, name: str) -> None:
-    """Raises ConfigError if a function cannot be called with one response and an answer. Many
-    reward functions of other trainers take lists and are therefore rejected."""
+    """Raises ConfigError if a function cannot be called with one response and an answer. This check
+    rejects reward functions of other trainers, many of which take lists of completions."""
     if not _callable_with_two(verify):
         signature = inspect.signature(verify)
         raise ConfigError(
@@ -251,9 +252,9 @@ def _check_signature(verify: Verifier, name: str) -> None:
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Tells whether a function has no parameter `completions` and can be called with a response and
-    an answer. If the function has a keyword-only parameter `columns`, the call is tested with
-    columns too."""
+    """Returns True if a function can be called with a response and an answer. If the function has a
+    keyword-only parameter `columns`, the tested call includes `columns`. A function with a
+    parameter `completions` is rejected."""
     try:
         signature = inspect.signature(verify)
     except (TypeError, ValueError):  # not written in Python: no signature
@@ -266,7 +267,7 @@ def _callable_with_two(verify: Verifier) -> bool:
 
 
 def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
-    """Returns one line for each known answer to which the verifier gives a wrong reward."""
+    """Returns one line of text for each known answer that gets a wrong reward from the verifier."""
     faults = []
     for response, answer, reward, *columns in known:
         several = not isinstance(response, str)

@@ -1,10 +1,11 @@
-"""Judges answers in worker processes. A worker process may hang, crash or be killed without harm to
-the run.
+"""Judges answers in worker processes. The run continues even if a worker process hangs, crashes or
+is killed.
 
-A caller passes answers all at once (`verify`) or as they arrive (`verdicts.py`), and receives one
-Verdict for each answer. Workers are independent processes (`rewards/process.py`) that judge one
-answer after the other and reply over a socket. The pool keeps a deadline for each worker's current
-answer. The module does not import torch, so it can run in any process.
+A caller submits all answers at once (`verify`) or one by one as they arrive (`verdicts.py`), and
+receives one Verdict for each answer. Workers are independent processes (`rewards/process.py`). Each
+worker judges one answer after another and replies over a socket. For each worker, the pool keeps
+the deadline of the answer that the worker is judging. The module does not import torch, so any
+process can use it without loading torch.
 """
 
 from __future__ import annotations
@@ -37,15 +38,14 @@ class Verdict:
     """Outcome of judging one answer. If there is no reward, `reward` is None and `detail` states
     the reason.
 
-    If the verifier exceeds the time limit on an answer, the answer counts as wrong (reward 0), so a
-    policy gains nothing by answers that make the verifier hang. If the verifier is a server, the
-    answer gets no reward instead, because the server may have caused the delay.
+    If the verifier exceeds the time limit, the answer counts as wrong (reward 0), so that a policy
+    gains nothing from answers that make the verifier hang. If the verifier is a server and exceeds
+    the time limit, the answer has no reward, because the server may have caused the delay.
 
-    `answer_at` is the index of the character where the answer begins. If the response has no answer
-    in the right format, `answer_at` is -1. If the verifier does not report the position,
-    `answer_at` is None. `answer` is the normal form of the response's answer (rewards/verifier.py),
-    or "" if the response has no answer. If the verifier does not report normal forms, `answer` is
-    None.
+    `answer_at` is the character index at which the answer begins. If the response has no answer in
+    the right format, `answer_at` is -1. If the verifier does not report positions, `answer_at` is
+    None. `answer` is the normal form of the response's answer (rewards/verifier.py), or "" if the
+    response has no answer. If the verifier does not report normal forms, `answer` is None.
     """
 
     reward: float | None
@@ -76,8 +76,8 @@ data row."""
 
 @dataclass
 class Answers:
-    """Holds the answers of one caller, the queue of answers that were not sent to a worker yet, and
-    the known verdicts."""
+    """Holds the answers of one caller: all answers, the queue of answers that no worker has
+    received yet, and the verdicts so far."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
@@ -91,15 +91,15 @@ class Answers:
     def add(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> int:
-        """Adds one item: an answer, or a group of responses that is judged as a whole. Returns the
-        number of the item."""
+        """Adds one item to judge: either one response, or a group of responses that are judged
+        together. Returns the item's number."""
         number, self.added = self.added, self.added + 1
         self.texts[number] = response, answer, columns
         self.queue.append(number)
         return number
 
     def take(self, item: int) -> Verdict:
-        """Removes an answer and returns its known verdict."""
+        """Removes a judged item and returns its verdict."""
         del self.texts[item]
         self.killed.discard(item)
         verdict = self.verdicts.pop(item)
@@ -108,14 +108,14 @@ class Answers:
         return verdict
 
     def know(self, item: int, verdict: Verdict) -> None:
-        """Records an answer's verdict."""
+        """Records the verdict on an item."""
         self.verdicts[item] = verdict
         if verdict.status != "ok":
             self.failed.append(verdict)
 
 
 class TooManyFailuresError(Exception):
-    """Raised if more answers failed verification than the caller allows.
+    """Raised if verification failed for more answers than the caller allows.
 
     Args:
         failed: verdicts of the failed answers, in order of failure.
@@ -129,8 +129,8 @@ class TooManyFailuresError(Exception):
 
 
 class VerifierPool:
-    """Worker processes that run one verifier. Use a pool from only one thread at a time. A pool is
-    a context manager that closes itself on exit.
+    """A pool of worker processes that all run the same verifier. Only one thread at a time may use
+    a pool. A pool is a context manager that closes itself on exit.
 
     Args:
         verifier: as in `make_verifier`.
@@ -164,8 +164,8 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """Returns the current process ids of the workers. A worker that replaces a killed worker
-        has another id."""
+        """Returns the process ids of the current workers. The ids change when a worker is
+        replaced."""
         return [slot.process.pid for slot in self._slots]
 
     def verify(
@@ -174,12 +174,12 @@ class VerifierPool:
         """Returns one Verdict for each element of `texts`, in order. An element is (response,
         answer) or (response, answer, columns).
 
-        Waits for the workers, at most `timeout_s` for each answer. An answer that hangs or crashes
-        its worker does not affect other answers. If a worker is killed by SIGKILL, the worker's
-        current answer is judged once more by another worker.
+        Waits for the workers, at most `timeout_s` for each answer. An answer that makes its worker
+        hang or crash does not affect other answers. If SIGKILL ends a worker, another worker judges
+        the worker's current answer once more.
 
-        Any exception, including Ctrl-C, closes the pool. Otherwise workers could still be judging
-        answers for which no caller waits.
+        Any exception, including Ctrl-C, closes the pool, so that no worker goes on judging answers
+        for which no caller waits.
 
         Args:
             most_failures: number of answers that may fail by a timeout or a crash; None: unlimited.
@@ -200,7 +200,7 @@ class VerifierPool:
     def turn(
         self, answers: Answers, most_failures: int | None = None, *, wait: bool = True
     ) -> None:
-        """Sends answers to idle workers and processes messages from workers.
+        """Sends waiting answers to idle workers, and handles messages from workers.
 
         Args:
             most_failures: see `verify`.
@@ -226,20 +226,20 @@ class VerifierPool:
             raise
 
     def fileno(self) -> int:
-        """Returns a file descriptor that an event loop can watch. The file descriptor is readable
-        when `turn` has something to do. Raises ValueError if the pool is closed."""
+        """Returns a file descriptor for an event loop. When the file descriptor becomes readable,
+        the caller must call `turn`. Raises ValueError if the pool is closed."""
         if self._closed:
             raise ValueError("the reward pool is closed")
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
-        """Returns the seconds until the first worker exceeds its time limit, or None if no worker
-        is busy. The caller must call `turn` after this time."""
+        """Returns the seconds until the earliest deadline of a worker, or None if no worker is
+        busy. At the deadline, the caller must call `turn`."""
         deadline = min((slot.deadline for slot in self._slots), default=math.inf)
         return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
     def close(self) -> None:
-        """Kills the workers and waits for their end. Idempotent."""
+        """Kills the workers and waits until they have ended. Idempotent."""
         self._closed = True
         for slot in self._slots:
             slot.process.kill()
@@ -253,9 +253,9 @@ class VerifierPool:
         self.close()
 
     def _hand_out(self, answers: Answers) -> None:
-        """Sends every idle worker some of the remaining answers. The fewer answers remain, the
-        fewer answers a worker gets at once. No worker therefore finishes much later than the
-        others."""
+        """Sends some of the waiting answers to every idle worker. When few answers are waiting,
+        each worker gets fewer answers at once, so that all workers finish at about the same
+        time."""
         for slot in self._slots:
             if not answers.queue:
                 return
@@ -271,8 +271,8 @@ class VerifierPool:
             slot.process.send([answers.texts[item] for item in slot.items])
 
     def _advance(self, answers: Answers, wait: bool = True) -> None:
-        """Waits until a worker sends a message, ends or exceeds its time limit. Then handles this
-        event."""
+        """Waits until a worker sends a message, ends or exceeds its time limit, and handles this
+        event. If `wait` is false, handles only what has already happened."""
         now = time.monotonic()
         for slot in self._slots:
             self._watch(slot)
@@ -335,14 +335,15 @@ class VerifierPool:
         )
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
-        """Replaces a lost worker. Assigns `verdict` to the worker's current answer, puts the
-        worker's other answers back at the front of the queue, and starts a new worker."""
+        """Replaces a worker that has ended. Records `verdict` for the worker's current answer,
+        returns the worker's other answers to the front of the queue, and starts a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
         self._return(slot, answers)
 
     def _return(self, slot: _Slot, answers: Answers) -> None:
-        """Puts a worker's answers back at the front of the queue, and starts a new worker."""
+        """Returns all unjudged answers of a worker to the front of the queue, and starts a new
+        worker in its place."""
         answers.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
@@ -360,8 +361,8 @@ class VerifierPool:
         return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
 
     def _watch(self, slot: _Slot) -> None:
-        """Registers the selector events that the pool waits for. Makes no system call if the events
-        have not changed."""
+        """Tells the selector which events of a worker to wait for. Makes no system call if these
+        events have not changed."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

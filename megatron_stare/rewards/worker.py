@@ -1,16 +1,17 @@
-"""Program of the verifier process, which `rewards/process.py` starts with the command
+"""Program of the verifier process. `rewards/process.py` starts the program with the command
 `python -m megatron_stare.rewards.worker <verifier> <fd>`.
 
-Reads lists of [response, answer, columns] from the socket `fd`. Writes one message per answer, in
-order, as soon as the answer is judged. An item with a list of responses instead of one response is
-a group. The worker answers a group with a single message that contains a list of messages, one for
-each response. The worker's first message is {"ready": {...}} with the inputs that the verifier
-needs, or {"failed": {...}} if the verifier cannot be loaded. Every later message is {"reward": x,
-"answer_at": n, "answer": text} or {"error": text}.
+The worker reads lists of items [response, answer, columns] from the socket `fd`. For each item, the
+worker writes one message as soon as the item is judged, in the order of the items. An item that
+contains a list of responses in place of one response is a group. For a group, the worker writes one
+message: a list with one entry for each response. The worker's first message is {"ready": {...}}
+with the inputs that the verifier needs, or {"failed": {...}} if the verifier cannot be loaded.
+Every later message is {"reward": x, "answer_at": n, "answer": text}, {"error": text}, or a list of
+these for a group.
 
-The verifier runs in the main thread, where signal handlers work. A second thread does nothing but
-read the parent's messages. When the parent is gone, the stream of messages ends. The second thread
-then kills this process group, even if the verifier hangs.
+The verifier runs in the main thread, because signal handlers work only there. A second thread only
+reads messages from the parent. When the parent ends or closes the socket, the second thread kills
+the worker's process group, even if the verifier hangs.
 """
 
 from __future__ import annotations
@@ -124,13 +125,13 @@ def _message(reward: Any, answer_at: int | None, answer: str | None) -> dict[str
 
 
 def users_line(error: BaseException) -> str:
-    """Returns '(file:line, in function)' for the line of the user's code that raised an error.
+    """Returns '(file:line, in function)' for the line of the user's code that led to an error.
     Returns '' if the traceback contains only code of this project.
 
-    The line is taken from the traceback's innermost frame outside this project and outside
-    installed libraries. If json raises an error, for example, the user needs the line that passed
-    invalid text to json, not a line inside json. If the verifier itself is an installed library,
-    the line is taken from the outermost frame outside this project.
+    The line comes from the innermost frame outside this project and outside installed libraries. If
+    json raises an error, for example, the user needs the line that passed invalid text to json, not
+    a line inside json. If the verifier is itself an installed library, the line comes from the
+    outermost frame outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)
@@ -143,8 +144,8 @@ def users_line(error: BaseException) -> str:
 
 
 def _read(channel: socket.socket, inbox: SimpleQueue[list[Any]]) -> None:
-    """Moves messages from the parent into `inbox`. Kills this process group once the parent has
-    closed the socket."""
+    """Puts the items of the parent's messages into `inbox`. Kills the worker's process group when
+    the parent has closed the socket."""
     unpacker = Unpacker()
     try:
         while data := channel.recv(_RECEIVE_BYTES):

@@ -1,8 +1,9 @@
-"""Makes tasks from the configuration: the task that a run trains on, and the tasks that the run is
-evaluated on.
+"""Makes tasks from the configuration: the task on which a run trains, and the tasks on which the
+run is evaluated.
 
-A task names a prompt source, a verifier and an environment, which are registered in
-data/prompt_source.py, rewards/verifier.py and environments/environment.py.
+A task names a prompt source, a verifier and an environment. The registries are
+data/prompt_source.py for sources, rewards/verifier.py for verifiers and environments/__init__.py
+for environments.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ OWN = {
 class Task:
     """Data, prompt template, verifier, environment and sampling settings under one name.
 
-    config: the run's configuration, overridden by the task's settings (OWN). Sources and
-        environments, even a user's own, are built from this configuration. Sources and environments
-        therefore need not know about tasks.
+    config: the run's configuration, in which the task's own settings (OWN) replace the run's
+        settings. All sources and environments, including user-defined ones, are built from this
+        configuration, so they need no code for tasks.
     name: name of the task in `eval.tasks`; None for the run's own task.
-    own: maps each setting of the run that the task overrides to the name of the task's setting.
+    own: the overridden settings. Maps the name of each setting of the run to the name of the task's
+        setting that replaces it.
     """
 
     config: Config
@@ -80,17 +82,17 @@ class Task:
 
     @property
     def verifier(self) -> Extension:
-        """Name or dotted path of the verifier, and its settings."""
+        """Name or dotted path of the task's verifier, with the verifier's settings."""
         return self.config.reward.verifier
 
     def environment(self, tokenizer: Any) -> Environment:
-        """Builds the task's environment. Raises ConfigError if no environment has the configured
-        name."""
+        """Builds the task's environment. Raises ConfigError in the same cases as
+        `make_environment`."""
         with self.blamed():
             return make_environment(self.config.rollout.environment, self.config, tokenizer)
 
     def problems(self, tokenizer: Any) -> list[Prompt]:
-        """Returns the problems on which every evaluation of this task runs. Raises UserError if the
+        """Returns the problems that every evaluation of this task uses. Raises UserError if the
         problems are missing, malformed or fewer than requested."""
         # 0 means all: nobody lists a task of `eval.tasks` to ask 0 problems
         wanted = self.config.eval.prompts or None
@@ -100,7 +102,7 @@ class Task:
     def sampling(
         self, step: int, seed: int, stop_token_ids: Collection[int], greedy: bool = False
     ) -> SamplingParams:
-        """Returns the sampling settings for an engine."""
+        """Returns the task's sampling settings in the form that engines take."""
         return SamplingParams(
             temperature=self.config.rollout.temperature,
             max_new_tokens=self.config.rollout.max_new_tokens,
@@ -114,15 +116,15 @@ class Task:
     def about(self) -> dict[str, Any]:
         """Returns entries about the task for the record of an evaluation.
 
-        Returns no entries for the run's own task with one response per problem, because config.yaml
-        has the settings of the run's own task.
+        The run's own task has no entries if it has one response per problem, because config.yaml
+        already contains its settings.
         """
         if self.name is None and self.samples == 1:
             return {}
         return ({} if self.name is None else {"task": self.name}) | {"decoding": self.decoding()}
 
     def decoding(self) -> dict[str, Any]:
-        """Returns the sampling settings for the record of an evaluation."""
+        """Returns the sampling settings that the record of an evaluation contains."""
         return {
             "samples": self.samples,
             "temperature": self.config.rollout.temperature,
@@ -132,8 +134,8 @@ class Task:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Rewrites a UserError raised inside this context. The new error names this task, and names
-        the task's setting instead of the run's setting."""
+        """Context manager that rewrites a UserError raised inside it. The rewritten error names
+        this task, and the task's setting in place of the run's setting."""
         try:
             yield
         except UserError as error:
@@ -155,8 +157,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checked task, with the problems of every evaluation and the environment that makes
-    responses."""
+    """A checked task, with the problems that every evaluation uses and the environment that makes
+    the responses."""
 
     task: Task
     prompts: list[Prompt]
@@ -169,8 +171,8 @@ def training_task(config: Config) -> Task:
 
 
 def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
-    """Returns the tasks of `eval.tasks`. If `eval.tasks` is empty and `eval.prompts` is above 0,
-    returns the run's own task.
+    """Returns the tasks of `eval.tasks`. If `eval.tasks` is empty, returns the run's own task,
+    provided that `eval.prompts` is above 0.
 
     Args:
         offline: whether to include the tasks that are not evaluated during training.
@@ -183,7 +185,8 @@ def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
 
 
 def _task(config: Config, section: EvalTask) -> Task:
-    """Returns the task of a section. The section's settings override the run's settings."""
+    """Returns the task of one section of `eval.tasks`. Settings of the section replace settings of
+    the run."""
     given = {key: value for key in OWN if (value := getattr(section, key)) is not None}
     changed: dict[str, dict[str, Any]] = {}
     for key, value in given.items():
