@@ -1,7 +1,7 @@
-"""Writes the text of the report's first screen: a sentence that summarises a run, remarks and
-problems.
+"""Writes the text of the report's first screen: remarks, problems, and a sentence that summarises a
+run.
 
-Reads a `RunRecord`. Every number in the text is also among the figures below the text.
+Reads a `RunRecord`. Every number in this text also appears in the figures below it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Headline:
-    """The text of the report's first screen: a sentence about the run with the sampled result, a
-    sentence about the greedy result for comparison, and remarks that explain the two results."""
+    """Text of the report's first screen. `sentence` summarises the run and its sampled result.
+    `greedy` states the greedy result for comparison. `remarks` are further explanations."""
 
     sentence: str
     greedy: str = ""
@@ -71,7 +71,7 @@ def headline(run: RunRecord) -> Headline:
 
 @dataclass(frozen=True)
 class Problem:
-    """An alert of the run's own rules, over all steps in which the alert was active."""
+    """One alert of a run, summarised over all steps in which the alert was active."""
 
     name: str
     when: str
@@ -104,9 +104,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Describes pairs of runs with the same entropy and reward in all common steps or in the first
-    common steps. Gives a possible reason. In these steps, the lines of the two runs coincide in the
-    charts."""
+    """Describes each pair of runs that have equal entropy and reward from the first step on, and
+    says up to which step. Gives a possible reason. Where two runs are equal, their lines coincide
+    in the charts."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -161,8 +161,8 @@ class _Change:
 
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
-    """Returns the change over training from the run's evaluations on one task, or None if an
-    evaluation is missing."""
+    """Returns the change of a result from the evaluation before training to the evaluation after
+    training, or None if one of the two is missing."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
         return None
