@@ -73,7 +73,7 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
 
 def headline(facts: Facts) -> str:
     """Returns a headline such as `step 12, update: 94 s of at most 31 s`. The headline names the
-    step, the phase, the seconds without progress, and the limit for these seconds."""
+    step, the phase, the seconds without progress, and the phase's time limit."""
     beat = facts.beat
     done = f", {beat.done} of {beat.total} responses" if beat.total else ""
     return (

@@ -247,7 +247,7 @@ def forget_left(where: Path) -> None:
     """Removes the in-memory folders of killed watchers. The folder of a killed watcher would
     otherwise stay in memory until a reboot.
 
-    If a folder's lock is free, the folder's watcher is gone. The lock also shows this for a watcher
+    If a folder's lock is free, the folder's watcher is gone. The lock test also works for a watcher
     that ran in another PID namespace.
     """
     for folder in where.glob(f"{PREFIX}*"):

@@ -226,8 +226,8 @@ def look(
 
 
 def here() -> str:
-    """Returns the name of this host. On the driver's node, facts about processes have this name as
-    their node."""
+    """Returns the name of this host. In facts about processes on the driver's node, this name
+    identifies the node."""
     return socket.gethostname()
 
 
@@ -319,8 +319,8 @@ def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
 def _role(
     process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]
 ) -> str:
-    """Returns the role of a process in the run. For a process that has no role of its own, derives
-    a role from the role of the process's ancestor."""
+    """Returns the role of a process in the run. If a process has no role of its own, its role is
+    derived from the role of an ancestor."""
     if process.pid in beats:
         return beats[process.pid].role
     if process.name in NODE_PARTS:

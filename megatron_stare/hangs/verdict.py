@@ -1,11 +1,10 @@
 """Decides by rules which processes block a run, and which processes wait for them. `verdict` is a
 pure function of the facts.
 
-The rules are ordered from certain to likely, and the first rule that applies decides. The first
-rules blame a process that is stopped, has ended, or waits for a file. The next rules blame a node
-or a server that does not answer. The rule after them blames a rank that is missing from a
-collective in which other ranks wait. The last rule blames a verifier, an engine, a rank or the
-driver.
+The most certain rules come first, and the first rule that applies decides. The first rules blame a
+process that is stopped, has ended, or waits for a file. The next rules blame a node or a server
+that does not answer. A further rule blames a rank that is missing from a collective in which other
+ranks wait. The last rule blames a verifier, an engine, a rank or the driver.
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ def _collective(facts: Facts) -> Verdict | None:
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """Blames a verifier, an engine or a rank that is at work. If none is at work, blames the
-    driver, because all other processes are idle and wait for the driver."""
+    """Blames a verifier, an engine or a rank that is at work. If no verifier, engine or rank is at
+    work, blames the driver, because all other processes are idle and wait for the driver."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]

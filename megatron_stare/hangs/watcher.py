@@ -1,5 +1,5 @@
-"""The watcher is a process beside a run that detects missing progress. The command of the watcher
-is `python -m megatron_stare.hangs.watcher FOLDER`.
+"""The watcher is a separate process that detects when a run makes no progress. The command of the
+watcher is `python -m megatron_stare.hangs.watcher FOLDER`.
 
 The driver starts the watcher (`driver_side.py`). The watcher ends when its standard input closes.
 The kernel closes the watcher's standard input even if the driver is killed. The watcher reads the
@@ -145,7 +145,8 @@ class Watcher:
 
     def _tell(self, beat: Beat) -> None:
         """Collects facts about the hang, writes the bundle, and prints which process waits for
-        which. Kills the culprits if faults.hangs.end_run is true and the run still hangs."""
+        which. If faults.hangs.end_run is true and the run still hangs, kills the processes that
+        block the run."""
         flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)
@@ -198,8 +199,8 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills the culprits. If the run still hangs, sends SIGTERM to the driver, and finally
-        SIGKILL.
+        """Kills the processes that block the run. If the run still hangs, sends SIGTERM to the
+        driver, and finally SIGKILL.
 
         A supervised driver gets only SIGKILL, because the supervisor does not restart a driver that
         SIGTERM has ended.
@@ -234,8 +235,7 @@ class Watcher:
                 os.kill(self._settings.driver, number)
 
     def close(self) -> None:
-        """Disconnects the agents of other nodes, and removes this node's folder of beats, which is
-        in memory."""
+        """Disconnects the agents of other nodes, and removes this node's folder of beats."""
         if self._nodes is not None:
             self._nodes.close()
         shutil.rmtree(self._folder, ignore_errors=True)

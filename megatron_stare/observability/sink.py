@@ -78,9 +78,9 @@ class Sink:
     not open any file or connection. A sink opens its files and connections in `start` or `resume`.
     A sink's settings are the keyword-only parameters of the sink's constructor. All calls come from
     the driver's thread. An error in `start` or `resume` ends the run before training begins. An
-    error in any other call is reported once, and the run continues. Later calls are still made
-    after an error, because its cause may pass, such as a full disk or a lost network. If the sink
-    is `essential`, an error in any call ends the run.
+    error in any other call is reported once, and the run continues. Even after an error, later
+    calls are still made, because a full disk or a lost network may recover. If the sink is
+    `essential`, an error in any call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
@@ -106,7 +106,7 @@ class Sink:
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
         """Receives the alerts after every step. `changed` contains the alerts that began or ended
-        in this step. `active` contains all active alerts with their newest values."""
+        in the finished step. `active` contains all active alerts with their newest values."""
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Receives the record of a finished evaluation. evaluation/evaluate.py defines the
@@ -127,8 +127,8 @@ class Sink:
         phase needs."""
 
     def finish(self, run: RunOutline) -> None:
-        """Ends a run that has made all its steps. If a run that is started with `--resume` has
-        already finished, `finish` is the only call to the sink."""
+        """Ends a run that has made all its steps. If a run has already finished when it is started
+        with `--resume`, the sink receives only the call `finish`."""
 
     def close(self) -> None:
         """Closes the sink at the end of every run, even after an error or a failed `start`."""

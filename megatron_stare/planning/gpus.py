@@ -94,7 +94,7 @@ class Coefficients:
     `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.
     `decode_efficiency`: share of memory bandwidth that decoding reaches.
     `decode_layer_s`: seconds that each layer adds to a decoding step, whatever the batch size. If
-        `decode_layer_s` is 0, decode_efficiency covers this time too.
+        `decode_layer_s` is 0, decode_efficiency covers the time of the layers too.
     `link_efficiency`: share of link bandwidth that collectives reach.
     `sync_bytes_s`: bytes/s of a whole weight sync, including the time to gather and load the
         weights.
@@ -170,9 +170,9 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Returns a copy of `start` in which the coefficients in `found` are replaced. Raises
-    ConfigError if a share of the GPU's peak is above 1. A share above 1 means that the run used a
-    faster GPU than the named GPU."""
+    """Returns a copy of `start`, updated with the coefficients in `found`. Raises ConfigError if a
+    share of the GPU's peak is above 1. A share above 1 means that the run used a faster GPU than
+    the named GPU."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

@@ -119,8 +119,8 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts. Every factor of two between two corresponding
-    parallel sizes adds 1. Every factor of two between the micro-batch sizes adds 1/2. Every other
+    """Returns the distance between two layouts. Every factor of two between the layouts' values of
+    a parallel size adds 1. Every factor of two between the micro-batch sizes adds 1/2. Every other
     setting that differs adds 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS

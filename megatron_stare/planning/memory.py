@@ -167,8 +167,8 @@ class ActivationMemory:
 
     `kept`: bytes kept from forward to backward for one micro-batch. A pipeline stage keeps the
         activations of several micro-batches at a time (`micro_batches_held`).
-    `again`: bytes of the largest part that backward recomputes at a time. The total is `kept` plus
-        `again`.
+    `again`: bytes of the largest part that backward recomputes at a time. The total memory is
+        `kept` plus `again`.
     """
 
     kept: int
@@ -337,7 +337,7 @@ class Fit:
         return max(self.budgets(run), key=lambda each: max(map(each.total, each.phases)))
 
     def budgets(self, run: ResolvedRun) -> list[Budget]:
-        """Returns one budget per pipeline stage, which describes the stage's first rank."""
+        """Returns the budget of the first rank of each pipeline stage."""
         offload, colocated = run.config.memory.offload or "all", run.config.sglang.colocated
         return [
             budget(each, self.capacity, colocated=colocated, offload=offload)
@@ -394,9 +394,9 @@ class Fit:
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Builds the first rank of each stage, without data. Returns the bytes of every item for
-        each of these ranks. No other rank of a stage needs more bytes than the stage's first
-        rank."""
+        """Builds the first rank of each stage, without data. Returns the bytes of every item, for
+        the first rank of each stage. No other rank of a stage needs more bytes than the stage's
+        first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -433,12 +433,13 @@ class Fit:
 def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     """Returns the number of micro-batches whose activations a pipeline stage holds at once.
 
-    The schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages, the
-    schedule is megatron-core's interleaved schedule, in which a forward runs through one chunk of a
-    stage. After the warm-up, a stage holds the activations of several forwards. Each later stage
-    adds two forwards. Each of the stage's own chunks, except the last, adds as many forwards as
-    there are stages. One more forward is added. The result is the total number of forwards divided
-    by the number of chunks per stage.
+    Without virtual stages, the schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2).
+    With virtual stages, the schedule is megatron-core's interleaved schedule, in which a forward
+    runs through one chunk of a stage. In the interleaved schedule, a stage with l later stages
+    holds the number below after the warm-up. Here p is the number of stages, and c is the number of
+    chunks per stage.
+
+        (2 l + (c - 1) p + 1) / c
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -522,8 +523,8 @@ class PlannedFit(Fit):
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
         """Works like `Fit.activations`, but also covers a mixture of experts. Every expert is
-        assumed to get an equal share of tokens. Copies of tokens for their dispatch to experts are
-        not counted."""
+        assumed to get an equal share of tokens. The token copies that are made for dispatch to
+        experts are not counted."""
         return super().activations(
             ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows
         )

@@ -2,12 +2,11 @@
 cut and continued, and the tokens of these responses.
 
 Response lengths are assumed to be exponentially distributed with the planned mean, and truncated at
-the maximum. Below this maximum, a response is longer than t tokens with probability exp(-t / mean),
-and a group of n responses is complete after t tokens with probability (1 - exp(-t / mean))^n.
-Groups that begin in the same step form a cohort. The simulation follows each cohort's expected
-number of groups from round to round, until the flow is stationary.
-rollout/sources/partial_sampling.py defines the rule by which complete groups are taken for
-training.
+the maximum. Below the maximum length, a response is longer than t tokens with probability exp(-t /
+mean), and a group of n responses is complete after t tokens with probability (1 - exp(-t /
+mean))^n. Groups that begin in the same step form a cohort. The simulation follows each cohort's
+expected number of groups from round to round, until the flow is stationary. The rule in
+rollout/sources/partial_sampling.py decides which complete groups are taken for training.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ class PartialFlow:
 
 @dataclass
 class _Cohort:
-    """The prompt groups that were begun in one step. Every number of groups is an expected value.
+    """The prompt groups that were begun in one step. All numbers of groups in a cohort are expected
+    values.
 
     `begun`: number of groups that were begun.
     `age`: number of rounds since the groups were begun.

@@ -100,7 +100,7 @@ def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
 
 def body_flops(shape: ModelShape, prompt: float, response: float) -> float:
     """Returns the forward FLOPs of all layers without the output layer. Full recomputation repeats
-    the FLOPs of these layers."""
+    the forward FLOPs of the layers."""
     return forward_flops(shape, prompt, response) - 2 * shape.hidden * shape.vocab_size * response
 
 
@@ -162,7 +162,7 @@ class Step:
 
     @property
     def tokens_s_gpu(self) -> float:
-        """Number of prompt and response tokens in a step, per second and per GPU."""
+        """Number of prompt and response tokens that are trained on per second and per GPU."""
         return self.tokens / self.seconds / self.gpus
 
     def mfu(self, gpu: Gpu) -> float:
@@ -288,7 +288,7 @@ def rollout_seconds(
     served: ServedMemory | None,
 ) -> float:
     """Returns the seconds that one engine needs to prefill and decode its share of the responses.
-    Decoding takes as long as the slower of memory and compute allows."""
+    Decoding takes the longer of two times: the time to read memory, and the time to compute."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     if not engines:

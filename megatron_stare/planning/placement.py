@@ -23,7 +23,7 @@ LOST_SHOWN = 4  # lost nodes in a message; an old cluster remembers many
 
 
 class PlacementError(UserError):
-    """Error that says that the cluster lacks or has lost resources that the layout needs."""
+    """Error for a layout that needs resources which the cluster lacks or has lost."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Demand:
         """Returns how many replica parts fit on a node that has `free` free GPUs and gets `ranks`
         ranks.
 
-        Replica parts use the node's free GPUs without a rank. If `shared` is set, replica parts
+        Replica parts use the node's free GPUs that have no rank. If `shared` is set, replica parts
         instead use the GPUs of the node's ranks. A node takes at most one part of a replica that
         spans several nodes.
         """
@@ -210,10 +210,10 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Returns how many ranks each node gets, so that all replicas fit too. Returns None if the
-    replicas do not fit beside any distribution of the ranks.
+    """Returns how many ranks each node gets, so that all replicas fit too. Returns None if every
+    distribution of the ranks leaves too little room for the replicas.
 
-    Each node gets a multiple of `block` ranks. Nodes early in the list get as many ranks as
+    Each node gets a multiple of `block` ranks. Nodes at the start of the list get as many ranks as
     possible.
     """
     wanted = demand.ranks // block
@@ -268,8 +268,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if the demand would not fit the cluster even if all GPUs were free. Such a
-    run could never start, however long it waited for free GPUs."""
+    """Raises ConfigError if the demand would not fit the cluster even if all GPUs were free. A run
+    with too large a demand could never start, however long it waited for free GPUs."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(

@@ -571,8 +571,8 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Reads the model's shape from the files beside the weights. Returns None if these files do not
-    exist."""
+    """Reads the model's shape from the files beside the weights. Returns None if no files beside
+    the weights describe the shape."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
     except ConfigError:  # for example Megatron-LM's checkpoints, or a run whose model is gone

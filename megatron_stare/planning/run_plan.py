@@ -1,8 +1,8 @@
 """Makes the plan of a run, as text or as JSON. The plan contains the memory, the times of a step,
 and similar layouts that fit into the GPUs' memory.
 
-This module imports torch and Megatron. command.py, which adds the command's arguments, must not
-import torch or Megatron for that.
+This module imports torch and Megatron. The command's arguments are therefore added in command.py,
+which imports neither until the command runs.
 """
 
 from __future__ import annotations
@@ -342,8 +342,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def for_launch(plan: Plan) -> str:
     """Returns the values that a launch script needs, with one name and value per line. The value
     `nodes` is the number of nodes. The value `grace_s` tells a launch script how many seconds
-    before its time limit the run must begin to save its state. Each setting of the layout has its
-    own line, which starts with `layout`.
+    before the run's time limit the run must begin to save its state. Each setting of the layout has
+    its own line, which starts with `layout`.
 
     `grace_s` includes the time of two steps, because a step with dynamic sampling can take several
     rounds, and then lasts longer than predicted. Raises UserError if the run does not fit into the

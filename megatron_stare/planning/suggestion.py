@@ -3,14 +3,15 @@ module does not need torch.
 
 To first order, the plain loss changes the entropy by P per unit step. Each unit of W - 1 adds G+,
 the change that comes from the tokens of L+. Each unit of M - 1 adds G-, the change that comes from
-the tokens of L-. The suggested weights are the weights nearest to 1 that satisfy
+the tokens of L-. The suggested weights are as near to 1 as possible and satisfy the equation
 
-    P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
+    P + (W - 1) G+ + (M - 1) G- = -MARGIN P.
 
-with W in [1, AMPLIFY_MAX] and M in [ATTENUATE_MIN, 1]. If no weights in these ranges satisfy the
-equation, the weights that come closest to it are suggested. If the closest weights do not stop the
-fall of the entropy and G+ is too near 0 to tell its sign, AMPLIFY_MAX is suggested for W, because a
-large W may help. benchmarks/laboratory/held_out.py compares the suggestions with a sweep.
+W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no weights in both ranges
+satisfy the equation, the weights that come closest to it are suggested. If the closest weights do
+not stop the fall of the entropy, and G+ is too near 0 to tell its sign, AMPLIFY_MAX is suggested
+for W, because a large W may help. benchmarks/laboratory/held_out.py compares the suggestions with a
+sweep.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ LEAST_SHARE = 0.05
 
 
 class Window:
-    """Keeps the first and the latest values of a metric, and computes statistics of them. Pure.
+    """Keeps the first and the latest values of a metric, and computes statistics of these values.
+    Pure.
 
     Args:
         steps: number of latest values to keep.
@@ -80,8 +81,8 @@ class Window:
 
     def growth(self) -> float | None:
         """Returns the median of the latest values divided by the median of the first values.
-        Returns None until the latest values no longer overlap with the first values. Also returns
-        None if the median of the first values is not above 0."""
+        Returns None while the latest values still overlap with the first values. Also returns None
+        if the median of the first values is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -117,8 +118,8 @@ NOTHING = Found(False)
 class Condition(ABC):
     """Base class of a kind of condition. `str()` describes the condition for docs/guards.md.
 
-    `metrics`: metric names in order of preference. A condition uses the first listed metric that a
-        step has, except for `Above`, which uses all.
+    `metrics`: metric names in order of preference. Most conditions read the first of these metrics
+        that a step contains, but `Above` reads all of them.
     """
 
     metrics: tuple[str, ...]
@@ -152,7 +153,7 @@ class Above(Condition):
 
 @dataclass(frozen=True)
 class Equal(Condition):
-    """Holds if the metric equals a number. This condition is meant for metrics that are flags."""
+    """Holds if the metric equals a number. `Equal` is meant for metrics that are flags."""
 
     number: float = 0.0
 
@@ -165,8 +166,8 @@ class Equal(Condition):
 
 @dataclass(frozen=True)
 class Risen(Condition):
-    """Holds if the metric is above its value in the previous step. A previous step without a value
-    counts as 0."""
+    """Holds if the metric is above its value in the previous step. If the previous step has no
+    value, 0 is used instead."""
 
     def __str__(self) -> str:
         return "above the step before"
@@ -284,8 +285,8 @@ class OffTarget(Condition):
 
 @dataclass(frozen=True)
 class Grown(Condition):
-    """Holds if the log-prob difference between engine and trainer has grown over the run, and its
-    mean is not negligible.
+    """Holds if the log-prob difference between engine and trainer has grown over the run, and the
+    mean difference is not negligible.
 
     `setting`: name of the run setting whose values replace `times` and `least`, or "" if the
         table's values apply.

@@ -1,7 +1,7 @@
 """Formats the most important results and settings of a run as text.
 
 Reads a `RunRecord`. The report's first screen shows the results as cards for one run, or as table
-columns for several runs. The terminal shows the same results when a run has finished.
+columns for several runs. The terminal shows the results as lines of text when a run has finished.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def verdict(run: RunRecord) -> list[Figure]:
 
 
 def _losses(s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures of supervised fine-tuning."""
+    """Returns the figures on loss and entropy of a supervised fine-tuning run."""
     before = f"nats a token; first {RECENT} steps {short(s['loss_first'])}"
     found = [Figure(f"Loss, last {RECENT} steps", short(s["loss_last"]), before, first=True)]
     if s["heldout_loss"] is not None:
@@ -77,7 +77,7 @@ def _losses(s: dict[str, float | None]) -> list[Figure]:
 
 
 def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures about the number of steps, the run's time and its memory."""
+    """Returns the figures on steps, time, throughput and memory."""
     figures = []
     planned = run.setting("run.steps")
     done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"
@@ -93,8 +93,7 @@ def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
 
 
 def _agreement(s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures that show how much the trained policy differed from the policy that
-    sampled."""
+    """Returns the figures on the largest log-prob differences in the run."""
     return [
         Figure(
             "Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"

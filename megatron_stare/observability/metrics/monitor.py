@@ -1,8 +1,8 @@
 """Passes a run's reports to all sinks. The reports are steps, evaluations, alerts, phases and
 notes.
 
-The driver loop calls the monitor. If a sink fails, the run and the other sinks continue. Only if
-the sink that writes the run's record fails, the run ends.
+The driver loop calls the monitor. If a sink fails, the run and the other sinks continue. The run
+ends only if the sink that writes the run's record fails.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Monitor:
             self._tell(lambda sink: sink.end_phase(phase))
 
     def _begin(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
-        """Starts a sink. Any error in this call ends the run, because no training time is lost yet
+        """Starts a sink. If a sink cannot start, the run ends, because no training time is lost yet
         and the user can fix the sink."""
         self._open[name] = sink
         try:

@@ -70,8 +70,8 @@ def paired_interval(
 def compared(
     before: Mapping[str, Any], after: Mapping[str, Any], results: str
 ) -> tuple[float, float, float] | str:
-    """Compares two evaluations problem by problem. Returns the `paired_interval` of their results,
-    or a text that says why there is no interval.
+    """Compares two evaluations problem by problem. Returns the `paired_interval` of the
+    evaluations' results, or a text that says why there is no interval.
 
     Args:
         results: the key of the results, "correct" or "greedy_correct".
@@ -91,21 +91,21 @@ def summary(
     """Returns the statistics of one run by name. A statistic is None if its metric was never logged
     or never finite.
 
-    steps, last_step             number of steps, and number of the last step
-    wall_s, step_s               sum and mean of the step times, s
-    tokens_per_s                 mean
-    entropy_last_share           mean entropy over the last `last_share` of the steps, nats
-    entropy_target, _ratio       mean target over the same steps, and entropy over target
-    in_band_share                share of the same steps whose entropy is within BAND of the target
-    entropy_last, reward_last    means of the last RECENT steps
-    reward_first                 mean of the first RECENT steps
-    loss_first, loss_last        mean losses of the first and the last RECENT steps
-    heldout_loss                 the last loss on held-out conversations, nats
-    entropy_first                mean of the first RECENT steps, nats
-    gate_on_share                share of the steps with the gate on, of those that logged the gate
-    gate_on_last_share           the same for the last `last_share` of the steps
-    peak_memory_gb, max_abs_log_ratio, logprob_diff_max     largest of the run
-    reward_failures              sum of timeouts and crashes
+        steps, last_step           number of steps, and number of the last step
+        wall_s, step_s             sum and mean of the step times, s
+        tokens_per_s               mean
+        entropy_last_share         mean entropy over the last `last_share` of the steps, nats
+        entropy_target, _ratio     mean target over the same steps, and entropy over target
+        in_band_share              share of the same steps with entropy within BAND of the target
+        entropy_last, reward_last  means of the last RECENT steps
+        reward_first               mean of the first RECENT steps
+        loss_first, loss_last      mean losses of the first and the last RECENT steps
+        heldout_loss               the last loss on held-out conversations, nats
+        entropy_first              mean of the first RECENT steps, nats
+        gate_on_share              share of steps with the gate on, of those that logged the gate
+        gate_on_last_share         the same for the last `last_share` of the steps
+        peak_memory_gb, max_abs_log_ratio, logprob_diff_max  largest of the run
+        reward_failures            sum of timeouts and crashes
     """
     tail = metrics[-max(1, math.ceil(len(metrics) * last_share)) :]
     recent, first = metrics[-RECENT:], metrics[:RECENT]
@@ -145,9 +145,9 @@ def summary(
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
     """Returns True if entropy was held at its target. The mean entropy of the last third of the
-    steps must be within BAND of the target. In this third, at least a share HELD_SHARE of the steps
-    must have an entropy within BAND of the target. The mean entropy of the last RECENT steps must
-    be within BAND of the target too.
+    steps must be within BAND of the target. In the last third, at least a share HELD_SHARE of the
+    steps must have an entropy within BAND of the target. The mean entropy of the last RECENT steps
+    must be within BAND of the target too.
 
     Args:
         figures: a `summary`.
@@ -181,7 +181,7 @@ class ForecastFit:
 
 
 def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
-    """Compares forecasts with measurements of the same steps. Returns None if there are no steps,
+    """Compares forecasts with measurements of the same steps. Returns None if no steps are given,
     or if every forecast is 0."""
     squares = sum(f * f for f in forecast)
     if not squares:

@@ -1,7 +1,8 @@
 """Computes metrics that show how often responses reflect on their own reasoning. One metric counts
 the words that the configuration lists. For each of the STARE paper's six categories of words, other
-metrics show the share of a method's selected tokens that belong to such words. The functions are
-pure. The results are logged as metrics of a step and therefore appear in the report."""
+metrics show which share of a method's selected tokens belongs to words of the category. The
+functions are pure. The results are logged as metrics of a step and therefore appear in the
+report."""
 
 from __future__ import annotations
 

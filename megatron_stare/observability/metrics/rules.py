@@ -2,8 +2,8 @@
 
 `Watch` determines when alerts begin and end. The monitor uses `Watch` during a run. The command
 `status` applies `Watch` to a run's logged metrics. Some rules can end a run, or roll it back to a
-checkpoint. The driver applies these rules with the run's settings before it completes a step
-(driver/guards.py and driver/agreement_watch.py).
+checkpoint. The driver applies the rules that can end or roll back a run before it completes a step.
+It uses the run's settings (driver/guards.py and driver/agreement_watch.py).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Rule:
     `error`: text of the error that ends the run, or "" if the rule does not end the run. If a rule
         has both an alert and an error, the setting `action` determines which of the two applies.
     `metrics`: metrics that show the problem most directly, or () for the metrics of the condition.
-        An alert reports the one with the largest value.
+        Of these metrics, an alert reports the one with the largest value.
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
     `flag`: metric that is 1 in every step in which the condition held. The driver tests the rule's
@@ -310,6 +310,6 @@ class Watch:
 
 
 def _as_logged(rule: Rule) -> Condition:
-    """Returns the condition by which a run's logged metrics are tested for this rule. For a rule
-    with a flag, the condition holds if the flag is 1."""
+    """Returns the condition that decides, from a run's logged metrics, whether this rule applies.
+    For a rule with a flag, the condition holds if the flag is 1."""
     return Equal((rule.flag,), 1.0) if rule.flag else rule.when

@@ -53,8 +53,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart to draw. The lines in `targets` are dashed. If `band` is not 0, a band around each
-    target is shaded, from 1 - `band` to 1 + `band` times the target."""
+    """A chart to draw. The lines in `targets` are dashed. If `band` is not 0, the range from 1 -
+    `band` to 1 + `band` times each target is shaded."""
 
     title: str
     unit: str

@@ -43,8 +43,8 @@ def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
 
 def outcome(first: RunRecord, run: RunRecord) -> str:
     """Returns a sentence that compares the sampled result and the entropy of `run` with those of
-    the first run. If only one run has a sampled result, or neither has, the sentence compares
-    entropy and reward."""
+    the first run. If one of the two runs has no sampled result, the sentence compares entropy and
+    reward instead."""
     found, task = against(first, run), first.tasks[0]
     label = labels_of(first.on_task(task), task)[0]
     name = label.partition(", ")[0]

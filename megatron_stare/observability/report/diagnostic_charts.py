@@ -309,8 +309,8 @@ def _recorded(charts: Sequence[Chart]) -> list[Chart]:
 
 @dataclass(frozen=True)
 class TokenNorms:
-    """Table, formatted as text, of the mean gradient norm of tokens. The table's rows are ranges of
-    a token's probability, and its columns are ranges of a token's entropy.
+    """Table of the mean gradient norms of tokens, with all cells formatted as text. The table's
+    rows are ranges of a token's probability, and its columns are ranges of a token's entropy.
 
     `columns`: ranges of entropy.
     `rows`: one row per range of probability. A row contains the range of probability, the bound

@@ -1,7 +1,8 @@
 """Writes the text of the report's first screen: remarks, problems, and a sentence that summarises a
 run.
 
-Reads a `RunRecord`. Every number in this text also appears in the figures below it.
+Reads a `RunRecord`. Every number in the text also appears in the figures that the report shows
+below the text.
 """
 
 from __future__ import annotations
@@ -104,9 +105,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Describes each pair of runs that have equal entropy and reward from the first step on, and
-    says up to which step. Gives a possible reason. Where two runs are equal, their lines coincide
-    in the charts."""
+    """Describes each pair of runs that have equal entropy and reward in the first steps, and says
+    for how many steps. Gives a possible reason. The lines of two runs coincide in the charts as
+    long as their values are equal."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -162,7 +163,7 @@ class _Change:
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
     """Returns the change of a result from the evaluation before training to the evaluation after
-    training, or None if one of the two is missing."""
+    training, or None if one of the two evaluations is missing."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
         return None

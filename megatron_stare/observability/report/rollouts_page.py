@@ -187,7 +187,7 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
 
     Responses with equal task, prompt, step and sample number are paired before all others. The
     remaining responses to the same prompt are then paired in order. Rows follow the order of the
-    first run. Responses that only the second run has come last.
+    first run. Responses that exist only in the second run come last.
     """
     if len(runs) == 1:
         return [[place] for place in range(len(runs[0]))]

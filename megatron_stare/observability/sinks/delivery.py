@@ -2,11 +2,11 @@
 
 `Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
 is a small file in the run directory that lists what the service has received. Subclasses of
-`Service` write this file before they send a step. If the run is killed between writing and sending,
-the service lacks the step, but never has the step twice. The webhook writes this file after it has
-posted the alerts of a step. If the run is killed between posting and writing, the service may
-receive the same alerts twice. The file is not part of checkpoints, because a service keeps the data
-that it received when a run goes back to a checkpoint.
+`Service` write the `Delivered` file before they send a step. If the run is killed between writing
+and sending, the service lacks the step, but never has the step twice. The webhook writes its
+`Delivered` file after it has posted the alerts of a step. If the run is killed between posting and
+writing, the service may receive the same alerts twice. `Delivered` files are not part of
+checkpoints. When a run goes back to a checkpoint, the service still has the data that it received.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 twice, even if the run or the service fails.
 
 The monitor calls the sink. The sinks of W&B and MLflow implement the calls to their services. The
-calls run on a separate thread. A resumed run sends the recorded steps and evaluations that are not
-yet delivered.
+calls to a service run on a separate thread. A resumed run sends the recorded steps and evaluations
+that are not yet delivered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def need(package: str, sink: str) -> None:
 class Service(Sink):
     """Implements the behaviour that the sinks of all services share.
 
-    `name`: name of the sink. `package`: import name of the package that the sink needs.
+    `name`: name of the sink.
+    `package`: import name of the package that the sink needs.
     """
 
     name: ClassVar[str]
@@ -92,7 +93,7 @@ class Service(Sink):
                 )
 
     def abandon(self) -> None:
-        """Kills processes of a hanging service, because they would keep this process alive."""
+        """Kills processes of a hanging service that would otherwise keep this process alive."""
 
     def _begin(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         self._finished = False

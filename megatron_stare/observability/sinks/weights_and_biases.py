@@ -29,8 +29,8 @@ _WHOLE, _LAST = 1, 4
 
 
 class WeightsAndBiases(Service):
-    """Logs one row per step and one row per evaluation. In W&B's charts, `step` is the axis of all
-    rows.
+    """Logs one row per step and one row per evaluation. In W&B's charts, the horizontal axis is
+    `step`.
 
     Online, a resumed run continues the same W&B run. W&B cannot continue an offline run, so each
     offline start is a separate W&B run. The W&B runs of all starts form one group, and no step is

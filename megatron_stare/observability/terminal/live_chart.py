@@ -28,8 +28,8 @@ class Scale:
     """Vertical axis of a chart. The axis begins at zero or a negative value, and ends at a round
     value.
 
-    `low`: value at the chart's lower edge. `row`: height of one character row, in the unit of the
-        values.
+    `low`: value at the chart's lower edge.
+    `row`: height of one character row, in the unit of the values.
     `band_rows`: rows that the chart's band touches; empty if the chart has no band.
     `ticks`: round values that label the axis, by row number. Row 0 is the lowest row.
     """

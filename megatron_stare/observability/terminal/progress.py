@@ -29,9 +29,9 @@ _OUTLIER = 3.0  # a longer step counts as this many medians
 class RemainingTime:
     """Estimates the remaining time from a moving average of recent step times.
 
-    The first step of a process warms up caches and compilers. Its time is therefore dropped as soon
-    as a second step is done. The time of an unusually long step is capped, so that a single delay,
-    such as a stalled disk, changes the estimate only a little.
+    The first step of a process warms up caches and compilers, so the time of this step is dropped
+    as soon as a second step is done. The time of an unusually long step is capped, so that a single
+    delay, such as a stalled disk, changes the estimate only a little.
 
     Args:
         window: number of steps in the average.
@@ -120,7 +120,8 @@ class RunDisplay(ABC):
 
 
 class StepPrinter(RunDisplay):
-    """Prints one aligned line per step. Notes, warnings and alerts are printed between these lines.
+    """Prints one aligned line per step. Notes, warnings and alerts are printed between the lines of
+    the steps.
 
     Args:
         total_steps: number of the run's last step.
