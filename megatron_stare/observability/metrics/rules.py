@@ -2,8 +2,8 @@
 
 `Watch` determines when alerts begin and end. The monitor uses `Watch` during a run. The command
 `status` applies `Watch` to a run's logged metrics. Some rules can end a run, or roll it back to a
-checkpoint. The driver applies the rules that can end or roll back a run before it completes a step.
-It uses the run's settings (driver/guards.py and driver/agreement_watch.py).
+checkpoint. Before the driver completes a step, it applies the rules that can end or roll back a
+run, with the run's settings (driver/guards.py and driver/agreement_watch.py).
 """
 
 from __future__ import annotations
