@@ -1,7 +1,7 @@
-"""Reports a run that hangs. A report consists of one screen of text and a folder with all facts,
-the bundle.
+"""Reports a run that hangs. A report consists of one screen of text and the bundle, which is a
+folder with all facts.
 
-The folder is in the run directory if the run directory is writable.
+The bundle is in the run directory if the run directory is writable.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
 
 def headline(facts: Facts) -> str:
     """Returns a headline such as `step 12, update: 94 s of at most 31 s`. The headline names the
-    step, the phase, the seconds without progress, and the limit for these seconds."""
+    step, the phase, the seconds without progress, and the phase's time limit."""
     beat = facts.beat
     done = f", {beat.done} of {beat.total} responses" if beat.total else ""
     return (
@@ -107,13 +107,13 @@ def place(run_dir: Path, beat: Beat) -> Path:
 
 def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
     """Writes the bundle and returns its folder. The folder is `wanted`, with a number appended if
-    `wanted` exists. If the run directory cannot be written, the folder is a temporary folder of
-    this node.
+    `wanted` exists. If the run directory cannot be written, the bundle stays in a temporary folder
+    on this node.
 
     Args:
         shown: text of the screen.
-        flights: folder of NCCL's dumps. The dumps of many ranks are large, so a run that has MOST
-            bundles gets no more of them.
+        flights: folder of NCCL's dumps. The dumps of many ranks are large, so a run that already
+            has MOST bundles stores no further dumps.
     """
     here = Path(tempfile.mkdtemp(prefix="megatron-stare-blackbox-"))
     fill(here, facts, shown.replace(str(wanted), "this folder"), flights)

@@ -1,7 +1,7 @@
 """Starts and stops the watcher of a run or of `eval`, and writes the driver's beats.
 
-The beats contain the progress that a run reports to its sinks, and the limit of each phase.
-Environment variables tell the workers where to write their beats.
+The beats contain the progress that a run reports to its sinks, and the time limit of the current
+phase. Environment variables tell the workers where to write their beats.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 
 @dataclass
 class _Phase:
-    """An open phase. Times without a comment are in seconds, as read from `clock`. When an inner
-    phase ends, its duration is added to `entered` and `moved` of the outer phase. The time of inner
-    phases therefore does not count for the outer phase."""
+    """An open phase. The times `begun`, `entered` and `moved` are in seconds, as read from `clock`.
+    When an inner phase ends, its duration is added to `entered` and `moved` of the outer phase. The
+    outer phase is therefore not charged for the time of its inner phases."""
 
     name: str
     since: float  # seconds since 1970
@@ -66,8 +66,8 @@ class _Phase:
 
 
 class DriverBeats(Sink):
-    """Sink that writes the driver's beats. The monitor calls this sink like any other sink. The
-    session also calls this sink when a step or the run's last phase begins.
+    """Sink that writes the driver's beats. The monitor calls `DriverBeats` like any other sink. The
+    session also calls `DriverBeats` when a step or the run's last phase begins.
 
     Args:
         folder: folder of this node's beats.
@@ -145,8 +145,8 @@ class DriverBeats(Sink):
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """Records the time between two phases. Time before the first step does not count, because
-        weights are loaded then."""
+        """Records the time between two phases. The time before the first step is not recorded,
+        because weights are loaded then."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 
@@ -247,8 +247,8 @@ def forget_left(where: Path) -> None:
     """Removes the in-memory folders of killed watchers. The folder of a killed watcher would
     otherwise stay in memory until a reboot.
 
-    If a folder's lock is free, the folder's watcher is gone. A test of the lock also works for a
-    watcher that ran in another PID namespace.
+    If a folder's lock is free, the folder's watcher is gone. The lock test also works for a watcher
+    that ran in another PID namespace.
     """
     for folder in where.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open("a") as lock:
@@ -271,9 +271,9 @@ def carried(host: str) -> dict[str, str]:
 
 
 def beats_here(role: str, node: str) -> CallBeats:
-    """Returns the object that writes the beats of a worker. The worker's environment shows whether
-    a watcher runs. In a joined Ray cluster, also starts the watcher's agent on the worker's node if
-    the node has no agent.
+    """Returns the object that writes the beats of a worker. Environment variables of the worker
+    show whether a watcher runs. In a joined Ray cluster, also starts the watcher's agent on the
+    worker's node if the node has no agent.
 
     Args:
         node: Ray's id of the node.
@@ -295,8 +295,8 @@ def beats_here(role: str, node: str) -> CallBeats:
 
 
 class Watched:
-    """Reports the phases of this process and their progress to a watcher. Does nothing if
-    faults.hangs.enabled is false. `close` may be called twice.
+    """Reports to a watcher which phase this process is in, and the progress of the phase. Does
+    nothing if faults.hangs.enabled is false. `close` may be called twice.
 
     Args:
         folder: folder for heartbeat.json and bundles.

@@ -1,5 +1,5 @@
-"""Records of facts about a run that hangs. The records are sent between nodes and written into the
-bundle as JSON."""
+"""Defines data classes for the facts about a run that hangs. The facts are sent between nodes and
+written into the bundle as JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NODE_PARTS = ("raylet", "gcs_server")  # Ray's processes that a run cannot do wi
 class Frame:
     """A Python function on a stack.
 
-    own: true if the function belongs to this project or to a user's code. False if the function
-        belongs to Python or an installed package.
+    `own`: true if the function belongs to this project or to a user's code, and false if it belongs
+        to Python or to an installed package.
     """
 
     function: str
@@ -38,7 +38,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a process. frames: innermost first."""
+    """A thread of a process.
+
+    `frames`: the stack frames, with the innermost frame first.
+    """
 
     name: str
     frames: tuple[Frame, ...]
@@ -47,8 +50,8 @@ class Thread:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """Facts about a process of the run, collected on the node of the process. The node looks at the
-    process twice, one or two seconds apart.
+    """Facts about a process of the run, collected on the node of the process. The process is
+    examined twice, one or two seconds apart.
 
     Args:
         node: the host of the process. If an agent reported the process, `node` is the host followed
@@ -58,10 +61,10 @@ class ProcessFacts:
         state: state of the process as in proc_files.Status, or X if the process has ended.
         phase, since: the phase in the process's beat, and the seconds since the start of this
             phase. Both are None if the process writes no beats.
-        busy: share of a CPU that the process used between the two looks.
-        asleep: true if the process was in state D (uninterruptible sleep) at both looks.
-        stuck: the system call in which the process waited for a file at both looks. "": the process
-            did not wait for a file.
+        busy: share of a CPU that the process used between the two examinations.
+        asleep: true if the process was in state D (uninterruptible sleep) at both examinations.
+        stuck: the system call in which the process waited for a file at both examinations, or "" if
+            the process did not wait for a file.
         path: the file that the system call in `stuck` waits for.
         file_system: kind and mount point of the file system of `path`.
         waits_in: the kernel function in which the process sleeps.
@@ -114,7 +117,7 @@ class ProcessFacts:
 class RequestFacts:
     """A response that was requested but has not arrived yet.
 
-    age_s: seconds since the response was requested from the replica.
+    `age_s`: seconds since the response was requested from the replica.
     """
 
     replica: int
@@ -138,7 +141,7 @@ class ReplicaFacts:
 class ServerFacts:
     """A server that the run uses but did not start.
 
-    answer: the error of a test request; "" if the server answered the request.
+    `answer`: the error of a test request, or "" if the server answered the request.
     """
 
     engine: int

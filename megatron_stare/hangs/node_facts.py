@@ -3,15 +3,15 @@
 The examination takes bounded time. Information that cannot be read in time is skipped and reported
 as missing.
 
-A process cannot report its own stacks while it is stopped or while a thread holds the interpreter
-lock. Therefore py-spy (github.com/benfred/py-spy), a separate program, reads the stacks from the
-memory of the process.
+A process cannot report its own stacks while it is stopped or while one of its threads holds the
+interpreter lock. Therefore the separate program py-spy (github.com/benfred/py-spy) reads the stacks
+from the memory of the process.
 
 NCCL's flight recorder records which collectives each rank has begun and ended. torch's
-ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. When any process writes to the pipe
-TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", a separate thread of the rank dumps the records to
-the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org: torch_nccl_environment_variables). The
-gloo backend has no flight recorder.
+ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. A write to the pipe
+TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe" makes a separate thread of the rank dump the
+records. The dump goes to the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org:
+torch_nccl_environment_variables). The gloo backend has no flight recorder.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ WORD = 60  # characters kept of each word of a command line
 
 
 def program() -> str | None:
-    """Returns the path of py-spy in this Python environment, or else on PATH. Returns None if
-    py-spy is not installed."""
+    """Returns the path of py-spy. Looks in this Python environment first, and then on PATH. Returns
+    None if py-spy is not installed."""
     here = Path(sys.executable).with_name("py-spy")
     return str(here) if here.exists() else shutil.which("py-spy")
 
 
 def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread], str]:
-    """Returns the threads of a process and a note. The note says why stacks are missing or
-    unreliable, and is "" otherwise.
+    """Returns the threads of a process, and a note that says why stacks are missing or unreliable.
+    The note is "" if all is well.
 
     py-spy pauses the process for some milliseconds. If py-spy cannot pause the process or has no
     permission to do so, it reads the stacks while the process runs.
@@ -145,8 +145,8 @@ def _own(file: str) -> bool:
 
 
 def flight_environment(folder: Path) -> dict[str, str]:
-    """Returns the environment variables that turn on NCCL's flight recorder in a rank. Without
-    these variables `dump_flights` finds no records.
+    """Returns the environment variables that turn on NCCL's flight recorder in a rank. Without the
+    variables, `dump_flights` finds no records.
 
     Recording takes some MB of memory and no measurable time.
     """
@@ -159,7 +159,7 @@ def flight_environment(folder: Path) -> dict[str, str]:
 
 def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
     """Makes the ranks of this node dump the records of NCCL's flight recorder. Returns the dumps by
-    file name, and a description of the dumps in words."""
+    file name, and a text that describes them."""
     pipes = sorted(folder.glob(f"{PIPES}*.pipe"))
     if not pipes:
         return {}, "NCCL's flight recorder: no rank here has one (their collectives are gloo's)"
@@ -226,7 +226,8 @@ def look(
 
 
 def here() -> str:
-    """Returns the name of this host. The driver's node has the same name."""
+    """Returns the name of this host. In facts about processes on the driver's node, this name
+    identifies the node."""
     return socket.gethostname()
 
 
@@ -248,7 +249,7 @@ def _ended(beat: Beat, node: str) -> dict[str, Any]:
 
 class _Look:
     """The examination of one process. Each fact is added to `found` as soon as the fact is known.
-    Facts that were found earlier therefore remain if a later call never returns."""
+    Facts found earlier are therefore kept even if a later call never returns."""
 
     def __init__(
         self,
@@ -318,8 +319,8 @@ def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
 def _role(
     process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]
 ) -> str:
-    """Returns the role of a process in the run. A process without its own role gets a role that is
-    derived from its ancestor's role."""
+    """Returns the role of a process in the run. If a process has no role of its own, its role is
+    derived from the role of an ancestor."""
     if process.pid in beats:
         return beats[process.pid].role
     if process.name in NODE_PARTS:

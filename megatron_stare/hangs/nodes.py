@@ -1,14 +1,14 @@
-"""Connects the watcher with the nodes of a Ray cluster. An agent on each node connects to the
-watcher.
+"""Connects the watcher with the nodes of a Ray cluster. On each node, an agent process connects to
+the watcher.
 
-An agent is a process with the command `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's
-first worker on a node starts the agent as a detached process, so that the agent outlives the
-worker. The agent connects to the watcher, examines the run's processes on its node on request, and
-ends when the watcher ends.
+The command of an agent is `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's first
+worker on a node starts the agent as a detached process, so that the agent outlives the worker. The
+agent connects to the watcher, examines the run's processes on its node whenever the watcher asks,
+and ends when the watcher ends.
 
-The watcher and the agents send one JSON object per line. An agent first sends the run's token, a
-random text that the driver chose. The watcher disconnects clients that do not send this token. The
-watcher displays or stores the received data, and never executes the data.
+The watcher and the agents send each other JSON objects, one per line. An agent first sends the
+run's token, a random text that the driver chose. The watcher disconnects every client that does not
+send the token. The watcher displays or stores the received data, and never executes the data.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class Nodes:
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts, and returns at once a function that collects the answers.
-        This function waits for the nodes until at most ANSWER_S after the call of `ask`. It returns
-        the answers, and a reason for each node that did not answer."""
+        The returned function waits for answers, but at most until ANSWER_S seconds after the call
+        of `ask`. The returned function gives the answers, and a reason for each node that did not
+        answer."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)
@@ -147,7 +148,7 @@ class Nodes:
                 self._answers.setdefault(node, f"its agent is not there: {error.strerror}")
 
     def close(self) -> None:
-        """Disconnects the agents, which then end."""
+        """Disconnects the agents. A disconnected agent ends."""
         self._listener.close()
         with self._changed:
             for line in self._lines.values():
@@ -182,7 +183,7 @@ _APART = (
 
 
 def serve(folder: Path, node: str, address: str, token: str) -> None:
-    """Answers requests of the watcher until the watcher disconnects. Also reports progress of this
+    """Answers the watcher's requests until the watcher disconnects. Also reports progress of this
     node's ranks. Raises OSError if the watcher cannot be reached."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), CALL_S) as line, line.makefile("rb") as said:
@@ -211,8 +212,8 @@ def serve(folder: Path, node: str, address: str, token: str) -> None:
 def _tell_progress(
     folder: Path, line: socket.socket, sending: threading.Lock, gone: threading.Event
 ) -> None:
-    """Reports new progress of this node's ranks to the watcher. A report contains the number of
-    seconds since the progress, because the clocks of different nodes cannot be compared."""
+    """Reports new progress of this node's ranks to the watcher. A report says how many seconds ago
+    the progress was made, because the clocks of different nodes cannot be compared."""
     told: float | None = None
     with contextlib.suppress(OSError):  # the watcher is gone
         while not gone.wait(TELL_S):

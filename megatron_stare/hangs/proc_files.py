@@ -1,9 +1,10 @@
 """Reads facts about a process from Linux's /proc (proc(5)). Most /proc files that this module reads
-cannot block the reader, whatever the state of the process.
+never block the reader, whatever the state of the process.
 
-Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. Reading one
-of these files takes the lock of the process's memory. A page fault on a dead file system may hold
-this lock. Call `command`, `pss_bytes` and `stuck_at` only from a thread that can be abandoned.
+Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. To read one
+of these files, the kernel takes the lock of the process's memory. A page fault that waits for a
+dead file system may hold the lock of a process's memory. Therefore call `command`, `pss_bytes` and
+`stuck_at` only from a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 
 def kill(pid: int) -> None:
-    """Kills a process and all its descendants. The descendants must die too, because a child that
-    hangs would keep inherited sockets open. Peers would then not notice the end of the parent."""
+    """Kills a process and all its descendants. The descendants must die too, because a hanging
+    child would keep inherited sockets open. Peers would then not notice that the parent has
+    ended."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
@@ -106,7 +108,7 @@ def kill(pid: int) -> None:
 def waited_for_cpu(pid: int) -> dict[int, float]:
     """Returns the seconds that each thread has waited for a CPU since the thread started
     (schedstat). A thread waits for a CPU if it is ready to run but does not run. Returns {} if the
-    kernel does not report these seconds."""
+    kernel does not report waiting times."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(PROC / str(pid) / "task"):
@@ -136,7 +138,7 @@ def system_call(pid: int) -> str:
 
 
 def sleeping_threads(pid: int) -> list[str]:
-    """Lists the threads in uninterruptible sleep, except the main thread. Only a device or a file
+    """Lists all threads in uninterruptible sleep except the main thread. Only a device or a file
     system can wake a thread in uninterruptible sleep."""
     found = []
     with contextlib.suppress(OSError):
@@ -180,7 +182,7 @@ def runs_python(pid: int) -> bool:
 
 def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
     """Returns the name of a system call that waits for a file, and the path of the file. Returns
-    None if the call waits for something else.
+    None if the system call waits for something else.
 
     Args:
         call: see `system_call`.
@@ -205,8 +207,8 @@ def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
 
 
 def mounted(path: str) -> str:
-    """Returns the kind and the mount point of the file system of an absolute path. Does not access
-    this file system."""
+    """Returns the type and the mount point of the file system that contains `path`, an absolute
+    path. Does not access the file system itself."""
     best, kind = "", ""
     with contextlib.suppress(OSError):
         for line in (PROC / "self/mountinfo").read_text().splitlines():

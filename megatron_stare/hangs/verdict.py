@@ -1,8 +1,9 @@
-"""Decides by rules which process waits for which. `verdict` is a pure function of the facts.
+"""Decides by rules which processes block a run, and which processes wait for them. `verdict` is a
+pure function of the facts.
 
-The rules are ordered from certain to likely, and the first rule that applies decides. The first
-rules blame a process that is stopped, has ended, or waits for a file. The next rules blame a node
-or a server that does not answer, and then a rank that is missing from a collective in which other
+The most certain rules come first, and the first rule that applies decides. The first rules blame a
+process that is stopped, has ended, or waits for a file. The next rules blame a node or a server
+that does not answer. A further rule blames a rank that is missing from a collective in which other
 ranks wait. The last rule blames a verifier, an engine, a rank or the driver.
 """
 
@@ -43,7 +44,7 @@ class Verdict:
 
 
 def verdict(facts: Facts) -> Verdict:
-    """Returns the verdict of the first rule that applies."""
+    """Returns the verdict of the first rule that applies to the facts."""
     rules: Sequence[Callable[[Facts], Verdict | None]] = (
         _stopped,
         _ended,
@@ -111,8 +112,9 @@ def _silent_servers(facts: Facts) -> Verdict | None:
 
 
 def _collective(facts: Facts) -> Verdict | None:
-    """Blames the ranks that are missing from a collective in which other ranks wait. If no rank is
-    missing, reports that the ranks wait for each other or for the engines' servers."""
+    """Blames the ranks that are missing from a collective in which other ranks wait. If the waiting
+    ranks send weights to the engines' servers, reports instead that the ranks wait for the servers.
+    If no rank is missing, reports that the ranks wait for each other."""
     ranks = [p for p in facts.processes if p.role.startswith(RANK)]
     inside = {p.role: met for p in ranks if (met := collective(p)) is not None}
     if not inside:
@@ -145,8 +147,8 @@ def _collective(facts: Facts) -> Verdict | None:
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """Blames a verifier, an engine or a rank, if one of these is at work. Otherwise blames the
-    driver, because all other processes are idle and wait for the driver."""
+    """Blames a verifier, an engine or a rank that is at work. If no verifier, engine or rank is at
+    work, blames the driver, because all other processes are idle and wait for the driver."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
@@ -203,8 +205,8 @@ def collective(process: ProcessFacts) -> str | None:
 
 
 def main_frames(process: ProcessFacts) -> Sequence[Frame]:
-    """Returns the stack frames of the thread that executes the process's call. The innermost frame
-    is first."""
+    """Returns the stack frames of the thread that executes the current call to the process. The
+    innermost frame comes first."""
     threads = [thread for thread in process.threads if thread.frames]
     if not threads:
         return ()
@@ -220,7 +222,7 @@ def _rank_of(thread: Thread) -> int:
 
 
 def _where(process: ProcessFacts) -> str:
-    """Describes in a few words the place of a process in the code, or the state of the process."""
+    """Describes in a few words where in the code a process is, or which state the process is in."""
     if process.stopped:
         return "stopped (SIGSTOP)"
     frames = main_frames(process)
@@ -247,8 +249,8 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
     """Returns the beginning of a sentence, such as `ranks 0, 2 wait in all_reduce for `. The
     returned text ends with the word `for` and a space. The subject of the sentence is the ranks
-    that wait in a collective. If no rank waits in a collective, the subject is the driver, or all
-    processes if the driver is a culprit."""
+    that wait in a collective. If no rank waits in a collective, the subject is the driver. If the
+    driver itself is a culprit, the subject is `all`."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)
@@ -273,8 +275,8 @@ def _met(inside: dict[str, str]) -> str:
 
 
 def _named(processes: Sequence[ProcessFacts]) -> str:
-    """Returns the names of processes for use in a sentence. An example is `ranks 0, 2`. Another
-    example, for a process on a node named `a`, is `Ray's raylet on a (pid 7)`."""
+    """Returns the names of processes as part of a sentence, such as `ranks 0, 2`. For a process of
+    Ray on a node named `a`, an example is `Ray's raylet on a (pid 7)`."""
     return " and ".join(_names(processes))
 
 

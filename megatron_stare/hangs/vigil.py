@@ -1,9 +1,9 @@
 """Decides whether a run hangs. Compares the progress in the driver's beats with the limits of the
 phases.
 
-While other programs use the CPUs, the run's processes may wait for a CPU. Time that the processes
-wait for a CPU does not count towards a limit. Ray starts workers with low priority (nice 15), so a
-few busy programs can slow the workers down a hundredfold.
+While other programs use the CPUs, the run's processes may wait for a CPU. Time in which the run's
+processes wait for a CPU does not count towards a phase's limit. Ray starts workers with low
+priority (nice 15), so a few busy programs can slow the workers down a hundredfold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Vigil:
     """Watches the progress of one run.
 
     Args:
-        every_s: seconds between two looks at the driver's beat.
+        every_s: seconds between two checks of the driver's beat.
     """
 
     every_s: float
@@ -41,8 +41,8 @@ class Vigil:
     starved_s: float = 0.0  # seconds since then that the run waited for a CPU
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Returns True if the run has made no progress for half of the phase's limit. The caller
-        must then measure CPU starvation."""
+        """Returns True if the run has made no progress for half of the phase's limit. From then on,
+        the caller must measure CPU starvation."""
         return (
             beat.limit_s is not None
             and beat.moved == self._moved
@@ -72,8 +72,8 @@ class Vigil:
         return len(self._told) <= MOST
 
     def without_s(self, beat: Beat, now: float) -> float:
-        """Returns the seconds without progress. Seconds in which the run could not make progress do
-        not count."""
+        """Returns the seconds without progress. Seconds in which the machine was held up or the run
+        waited for a CPU are not counted."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 
@@ -86,9 +86,9 @@ class Starvation:
     def since(self, pids: Iterable[int]) -> float:
         """Returns the seconds that the processes `pids` waited for a CPU since the last call.
 
-        The result is a sum over the processes. Each process contributes the time of the thread that
-        waited longest, and a new process contributes 0. A thread that sleeps does not wait for a
-        CPU.
+        The result is a sum over the processes. Each process contributes the waiting time of the
+        thread that waited longest. A new process contributes 0. A thread that sleeps does not wait
+        for a CPU.
         """
         before, self._waited = self._waited, {pid: proc_files.waited_for_cpu(pid) for pid in pids}
         total = 0.0
@@ -107,12 +107,12 @@ class Starvation:
 
 
 def of_the_run(folder: Path) -> set[int]:
-    """Returns the pids of this node's processes that a phase may wait for. A phase may wait for the
-    driver, for ranks and engines, and for processes that ranks and engines have started (servers
-    and writers).
+    """Returns the pids of all processes on this node for which a phase may wait. A phase may wait
+    for the driver, for ranks and engines, and for servers and writers that ranks and engines have
+    started.
 
-    The result includes idle workers. An idle worker may have received a call that it cannot handle
-    until it gets a CPU.
+    The result includes idle workers. An idle worker may already have received a call, but cannot
+    handle the call until it gets a CPU.
 
     Args:
         folder: folder of this node's beats.

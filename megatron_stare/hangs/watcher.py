@@ -1,13 +1,13 @@
-"""The watcher is a process beside a run that detects missing progress. The command of the watcher
-is `python -m megatron_stare.hangs.watcher FOLDER`.
+"""The watcher is a separate process that detects when a run makes no progress. The command of the
+watcher is `python -m megatron_stare.hangs.watcher FOLDER`.
 
 The driver starts the watcher (`driver_side.py`). The watcher ends when its standard input closes.
-The kernel closes this input even if the driver is killed. The watcher reads the driver's beats and
-copies them into the run directory. When a phase exceeds its limit, the watcher collects the facts
-of all processes and writes the bundle. The watcher also prints one screen of text that says which
-process waits for which. The watcher imports neither torch nor Ray. The watcher sends no requests to
-the processes that the run started. Calls that may wait for a file system run only on threads that
-the watcher can abandon.
+The kernel closes the watcher's standard input even if the driver is killed. The watcher reads the
+driver's beats and copies them into the run directory. When a phase exceeds its limit, the watcher
+collects the facts of all processes and writes the bundle. The watcher also prints one screen of
+text that says which process waits for which. The watcher imports neither torch nor Ray. The watcher
+sends no requests to the processes that the run started. Calls that may wait for a file system run
+only on threads that the watcher can abandon.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class Watcher:
         self._copier.last()
 
     def _read(self) -> Beat | None:
-        """Reads the driver's beat. Progress of any rank counts as progress of the driver. Otherwise
-        a long update could exceed the limit of its phase, because the driver reports nothing while
-        it waits for ranks."""
+        """Reads the driver's beat. Progress of any rank counts as progress of the driver. The
+        driver itself reports nothing while it waits for ranks, so a long update could otherwise
+        exceed its phase's limit."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -131,7 +131,7 @@ class Watcher:
 
     def _starved(self, beat: Beat) -> float:
         """Returns the seconds that the run waited for a CPU since the last tick. Returns 0 until
-        half of the phase's limit has passed."""
+        half of the phase's limit has passed without progress."""
         if not self._vigil.near(beat, time.monotonic()):
             self._starvation.forget()
             return 0.0
@@ -145,7 +145,8 @@ class Watcher:
 
     def _tell(self, beat: Beat) -> None:
         """Collects facts about the hang, writes the bundle, and prints which process waits for
-        which. Kills the culprits if faults.hangs.end_run is true and the run still hangs."""
+        which. If faults.hangs.end_run is true and the run still hangs, kills the processes that
+        block the run."""
         flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)
@@ -198,8 +199,8 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills the culprits. If the run still hangs after that, terminates the driver, and finally
-        kills the driver.
+        """Kills the processes that block the run. If the run still hangs, sends SIGTERM to the
+        driver, and finally SIGKILL.
 
         A supervised driver gets only SIGKILL, because the supervisor does not restart a driver that
         SIGTERM has ended.
@@ -234,8 +235,7 @@ class Watcher:
                 os.kill(self._settings.driver, number)
 
     def close(self) -> None:
-        """Disconnects the agents of other nodes, and removes the folder of beats from this node's
-        memory."""
+        """Disconnects the agents of other nodes, and removes this node's folder of beats."""
         if self._nodes is not None:
             self._nodes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -259,7 +259,7 @@ class _Copier:
         self._next.set()
 
     def last(self) -> None:
-        """Waits until the newest beat is written, but at most one second."""
+        """Waits at most one second until the newest beat is written."""
         self._idle.wait(1.0)
 
     def _run(self) -> None:
@@ -294,7 +294,7 @@ def asked(engine: int, url: str) -> ServerFacts:
 
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
     """Reads the replicas and their oldest requests from the file that the driver writes. Returns ()
-    if the driver has not written the file."""
+    if the file is missing or cannot be read."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         told: dict[str, Any] = json.loads(file.read_text())
         now = time.monotonic()

@@ -37,10 +37,10 @@ SINKS = {
 class Alert:
     """A problem that the user should look into.
 
-    name: the problem, in words that do not depend on the measured values.
-    text: the measurement at the last step with the problem.
-    metric, value: the metric that shows the problem most directly, and the metric's value at the
-        last step with the problem. If no single metric shows the problem, `metric` is "" and
+    `name`: the problem, in words that do not depend on the measured values.
+    `text`: the measurement at the last step with the problem.
+    `metric`, `value`: the metric that shows the problem most directly, and the metric's value at
+        the last step with the problem. If no single metric shows the problem, `metric` is "" and
         `value` is NaN.
     """
 
@@ -75,12 +75,12 @@ class Sink:
     """Records what a run reports. Subclasses override only the methods they need.
 
     Sinks are constructed whenever a run is checked, even with `--dry-run`, so a constructor must
-    not open any file or connection. A sink opens these in `start` or `resume`. A sink's settings
-    are the keyword-only parameters of the sink's constructor. All calls come from the driver's
-    thread. An error in `start` or `resume` ends the run before training begins. An error in any
-    other call is reported once, and the run continues. The sink is still called after an error,
-    because a full disk or a lost network may recover. If the sink is `essential`, an error in any
-    call ends the run.
+    not open any file or connection. A sink opens its files and connections in `start` or `resume`.
+    A sink's settings are the keyword-only parameters of the sink's constructor. All calls come from
+    the driver's thread. An error in `start` or `resume` ends the run before training begins. An
+    error in any other call is reported once, and the run continues. Even after an error, later
+    calls are still made, because a full disk or a lost network may recover. If the sink is
+    `essential`, an error in any call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
@@ -89,9 +89,9 @@ class Sink:
         """Begins a new run."""
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """Begins a run that resumes after `step`. A resumed run calls `resume` instead of `start`.
-        The sink must drop all records of steps and evaluations after `step`, because the run
-        repeats these steps and evaluations.
+        """Begins a run that resumes after `step`. For a resumed run, `resume` is called instead of
+        `start`. The sink must drop all records of steps and evaluations after `step`, because the
+        run repeats them.
 
         Args:
             step: last step that the run keeps; 0 if the run ended before its first checkpoint.
@@ -105,8 +105,8 @@ class Sink:
         `batch.trajectories`."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """Receives the alerts after every step. `changed` contains alerts that began or ended with
-        the step. `active` contains all active alerts with their newest values."""
+        """Receives the alerts after every step. `changed` contains the alerts that began or ended
+        in the finished step. `active` contains all active alerts with their newest values."""
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Receives the record of a finished evaluation. evaluation/evaluate.py defines the
@@ -123,12 +123,12 @@ class Sink:
         """Ends the innermost phase, even if the phase failed."""
 
     def progress(self, done: int, total: int) -> None:
-        """Receives the number of finished responses in the current phase, and the number of
-        responses that the phase needs in total."""
+        """Receives how many responses of the current phase are finished, and how many responses the
+        phase needs."""
 
     def finish(self, run: RunOutline) -> None:
-        """Ends a run that has made all its steps. If `--resume` finds that the run has already
-        finished, the sink receives only the call `finish`."""
+        """Ends a run that has made all its steps. If a run has already finished when it is started
+        with `--resume`, the sink receives only the call `finish`."""
 
     def close(self) -> None:
         """Closes the sink at the end of every run, even after an error or a failed `start`."""

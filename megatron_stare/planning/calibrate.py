@@ -31,12 +31,11 @@ LEAST = 5  # fewest steps for a median
 
 @dataclass(frozen=True)
 class Seen:
-    """The measured time of one phase in one run, and the two terms from which the time model
-    computes this time.
+    """Measured time of one phase in one run, and the two terms of the time model for this phase.
 
-    ideal: seconds that the phase takes at a rate of 1.
-    other: seconds of the phase's second term if the coefficient of this term is 1.
-    seconds: measured seconds of the phase without the part that is not fitted, above 0.
+    `ideal`: first term, seconds of the phase at a rate of 1.
+    `other`: second term, seconds of the phase if the coefficient of this term is 1.
+    `seconds`: measured seconds of the phase minus the part that is not fitted. Above 0.
     """
 
     ideal: float
@@ -50,9 +49,10 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     errors.
 
     Both coefficients are at least 0. The fit cannot separate the two terms if there is only one
-    run, or if the runs' ratios `other` / `ideal` differ by less than a factor of `APART`. In these
-    cases `times` is 0. If `times` is above 0, `inverse` is at least `least`. If `times` is 0,
-    `inverse` may be below `least`, which means that the runs were faster than the peak rate.
+    run, or if the runs' ratios `other` / `ideal` differ by less than a factor of `APART`. If the
+    terms cannot be separated, `times` is 0. If `times` is above 0, `inverse` is at least `least`.
+    If `times` is 0, `inverse` may be below `least`, which means that the runs were faster than the
+    peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -77,7 +77,7 @@ def calibrate(
 ) -> Fitted:
     """Fits the time model's coefficients to the runs' median step times. One run suffices to fit
     the rate of every phase. If the runs differ in model width or batch size, `calibrate` also fits
-    the part of a phase's time that is not due to matrix products.
+    how long a phase takes outside its matrix products.
 
     Args:
         prompt: mean number of tokens of a prompt. The metrics do not contain this number. None: the
@@ -119,8 +119,8 @@ def calibrate(
 def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
-    """Returns the work and the measured time of every phase that took time. Raises ConfigError if a
-    phase took less time than its communication alone needs."""
+    """Returns the two terms and the measured time of every phase that took time. Raises ConfigError
+    if a phase took less time than its communication alone would need."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)

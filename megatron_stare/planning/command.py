@@ -95,7 +95,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0, or 1 if the run does not fit. Raises UserError."""
+    """Prints the plan. Returns 0 if the run fits, and 1 otherwise. Raises UserError."""
     for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens"):
         if (value := getattr(args, name)) is not None and not value >= 1:
             raise ConfigError(f"{value} is below 1", where=f"--{name.replace('_', '-')}")

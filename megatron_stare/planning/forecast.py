@@ -47,13 +47,13 @@ def name_here() -> str | None:
 
 
 def capacity_of(config: Config, gpu: Gpu) -> int:
-    """Returns the bytes of GPU memory that the run may use."""
+    """Returns how many bytes of each GPU's memory the run can use."""
     return round(config.memory.device_gb * 1e9) if config.memory.device_gb else gpu.memory
 
 
 def step_of(
     run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit
 ) -> Step:
-    """Predicts the times of a step of the run."""
+    """Predicts how long a training step of the run and its phases take."""
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
     return step_time(run, gpu, of, lengths, fullest, fit.served(run))

@@ -1,5 +1,5 @@
-"""Defines the numbers of a GPU that a plan uses: data sheet values, with their source, and
-coefficients.
+"""Defines the numbers that a plan uses for a GPU: values from its data sheet, with their source,
+and coefficients.
 
 Coefficients are numbers that the time model needs but that no data sheet contains. Coefficients are
 assumed, or fitted to a run and stored in a JSON file.
@@ -19,12 +19,13 @@ from megatron_stare.errors import ConfigError, DataError, unknown_name
 class Gpu:
     """A kind of GPU.
 
-    memory: number of bytes in the data sheet. The GPU's driver reports a slightly larger number.
-    flops: dense bfloat16 FLOP/s.
-    bandwidth: memory bandwidth, bytes/s.
-    link: bandwidth to the other GPUs of the node, bytes/s in one direction. Data sheets give the
-        sum of both directions.
-    source: publication that contains these numbers.
+    `memory`: bytes of memory according to the data sheet. The GPU's driver reports a slightly
+        larger number.
+    `flops`: dense bfloat16 FLOP/s.
+    `bandwidth`: memory bandwidth, bytes/s.
+    `link`: bandwidth to the other GPUs of the node, bytes/s in one direction. Data sheets give the
+        bandwidth of both directions together.
+    `source`: publication from which the numbers are taken.
     """
 
     name: str
@@ -68,7 +69,7 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
 
 
 def named(name: str) -> Gpu:
-    """Returns the GPU with this name in nvidia-smi, such as `NVIDIA H100 80GB HBM3`. Raises
+    """Returns the GPU that nvidia-smi calls by this name, such as `NVIDIA H100 80GB HBM3`. Raises
     ConfigError for an unknown GPU."""
     words = name.replace("-", " ").split()
     for gpu in GPUS.values():
@@ -85,18 +86,20 @@ def named(name: str) -> Gpu:
 class Coefficients:
     """The shares of a device's peak rates that a run reaches, and further rates and times.
 
-    log_prob_mfu, update_mfu: share of peak FLOP/s that a rank reaches in matrix products.
-    log_prob_moves, update_moves: time of the operations other than matrix products, per token and
-        layer. The unit is the time to move one hidden state through memory at full bandwidth. If
-        the number is 0, log_prob_mfu and update_mfu include the time of these operations.
-    prefill_mfu: share of peak FLOP/s that servers reach in prefill, and in compute-bound decoding.
-    decode_efficiency: share of memory bandwidth that decoding reaches.
-    decode_layer_s: additional seconds per layer of a decoding step, at any batch size. If the value
-        is 0, decode_efficiency includes these seconds.
-    link_efficiency: share of link bandwidth that collectives reach.
-    sync_bytes_s: bytes/s of a whole weight sync, which includes gathering and loading the weights.
-    fixed_s: seconds of a step that belong to no phase.
-    checkpoint_bytes_s: bytes/s that all ranks together write into a checkpoint.
+    `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
+    `log_prob_moves`, `update_moves`: time of the operations other than matrix products, per token
+        and layer. The unit is the time to move one hidden state through memory at full bandwidth.
+        If `log_prob_moves` or `update_moves` is 0, log_prob_mfu or update_mfu covers the other
+        operations too.
+    `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.
+    `decode_efficiency`: share of memory bandwidth that decoding reaches.
+    `decode_layer_s`: seconds that each layer adds to a decoding step, whatever the batch size. If
+        `decode_layer_s` is 0, decode_efficiency covers the time of the layers too.
+    `link_efficiency`: share of link bandwidth that collectives reach.
+    `sync_bytes_s`: bytes/s of a whole weight sync, including the time to gather and load the
+        weights.
+    `fixed_s`: seconds of a step that belong to no phase.
+    `checkpoint_bytes_s`: bytes/s that all ranks together write into a checkpoint.
     """
 
     log_prob_mfu: float = 0.4
@@ -131,8 +134,8 @@ SOURCES = {
 class Fitted:
     """Coefficients of a device.
 
-    run: directories of the runs to which the coefficients were fitted; None: the coefficients are
-        assumed.
+    `run`: directories of the runs to which the coefficients were fitted, or None if the
+        coefficients are assumed.
     """
 
     coefficients: Coefficients
@@ -140,8 +143,8 @@ class Fitted:
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Reads the coefficients that were fitted for a device. Returns the assumed coefficients if the
-    file contains none for this device.
+    """Reads the coefficients that were fitted for a device. If the file contains none for this
+    device, returns the assumed coefficients.
 
     Raises:
         DataError: `store` did not write the file.
@@ -167,9 +170,9 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Returns a copy of `start` with the coefficients in `found`. Raises ConfigError if a share of
-    the GPU's peak is above 1. Such a share means that the run used a faster GPU than the named
-    GPU."""
+    """Returns a copy of `start`, updated with the coefficients in `found`. Raises ConfigError if a
+    share of the GPU's peak is above 1. A share above 1 means that the run used a faster GPU than
+    the named GPU."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

@@ -23,8 +23,8 @@ _DEFAULT = ("recompute_method", "recompute_layers", "recompute_modules")
 class Candidate:
     """A layout that fits.
 
-    distance: distance of this layout from the run's own layout.
-    peak: bytes of memory in the phase with the largest memory use.
+    `distance`: distance of this layout from the run's own layout.
+    `peak`: memory of the phase that uses most memory, in bytes.
     """
 
     run: ResolvedRun
@@ -32,7 +32,7 @@ class Candidate:
     peak: int
 
     def settings(self, base: Config) -> dict[str, str | int | bool]:
-        """Returns the settings, by full name, that change `base` into this candidate."""
+        """Returns the settings that change `base` into this candidate, keyed by full name."""
         found: dict[str, str | int | bool] = {}
         for section in ("parallel", "model", "batch", "optimizer", "rollout"):
             before, after = getattr(base, section), getattr(self.run.config, section)
@@ -75,8 +75,8 @@ def check_nodes(config: Config, nodes: int, node_size: int) -> None:
 
 def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
     """Yields layouts over `ranks` ranks. In each layout, a micro-batch has room for the longest
-    sequence, and an update has at least one sequence for every data-parallel replica. Other rules
-    are not checked."""
+    sequence, and an update has at least one sequence per data-parallel replica. Other rules are not
+    checked."""
     config, shape = run.config, run.shape
     batch = config.batch
     sequences = (batch.mini_batch_prompts or batch.prompts) * batch.samples_per_prompt
@@ -119,8 +119,8 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts. For each parallel size, every factor of two between
-    the layouts adds 1. Every factor of two between the micro-batch sizes adds 1/2. Every other
+    """Returns the distance between two layouts. Every factor of two between the layouts' values of
+    a parallel size adds 1. Every factor of two between the micro-batch sizes adds 1/2. Every other
     setting that differs adds 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS

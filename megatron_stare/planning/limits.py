@@ -2,8 +2,8 @@
 process starts.
 
 A limit below the predicted time is an error, because a run of the planned size would time out. The
-error contains the limit and the predicted time. Limits are not compared if the kind of GPU is
-unknown (`plan.gpu`), because the rates of a CPU are nominal.
+error contains the limit and the predicted time. If the kind of GPU is unknown (`plan.gpu`), limits
+are not compared, because the plan has only nominal rates for a CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
 class Held:
     """A time limit for some work, and the planned time of this work, both in seconds.
 
-    where: name of the setting that contains the limit.
-    what: name of the work whose planned time is `planned_s`.
+    `where`: name of the setting that contains the limit.
+    `what`: name of the work that the setting limits.
     """
 
     where: str
@@ -51,7 +51,8 @@ class Held:
 
 
 def check_limits(run: ResolvedRun) -> None:
-    """Raises ConfigError for the first limit of `held` that is shorter than the planned time."""
+    """Raises ConfigError for the first time limit of the run that is shorter than the planned time
+    of its work."""
     try:
         found = list(held(run))
     # A run that cannot be planned can still be trained. own_plan.py reports the reason.
@@ -62,7 +63,8 @@ def check_limits(run: ResolvedRun) -> None:
 
 
 def limits_not_checked(config: Config) -> list[str]:
-    """Returns one line if limits are not compared because the kind of GPU is unknown, else []."""
+    """Returns a list with one line if limits are not compared because the kind of GPU is unknown.
+    Otherwise returns []."""
     if (
         config.plan.enabled
         and replica_count(config)
@@ -76,8 +78,8 @@ def limits_not_checked(config: Config) -> list[str]:
 
 
 def held(run: ResolvedRun) -> Iterator[Held]:
-    """Yields the time limits of a run with the planned times. Yields nothing if the run has no
-    plan."""
+    """Yields each time limit of a run together with the planned time of its work. Yields nothing if
+    the run has no plan."""
     config = run.config
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:

@@ -2,14 +2,14 @@
 if the GPU has too little memory.
 
 `activation_memory` counts the bytes that a rank keeps from a micro-batch's forward to its backward,
-with or without recomputation. `activation_memory` models the layers that run on a CPU without
-Transformer Engine: this package's RMSNorm and SwiGLU, and packed attention over groups of equal
-length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
-tests/megatron/test_recompute.py checks the counts against the saved tensors, within 1 %.
+with or without recomputation. `activation_memory` models layers without Transformer Engine, as they
+run on a CPU: this package's RMSNorm and SwiGLU, and packed attention over groups of equal length.
+Fused kernels keep fewer bytes. Padding within a group adds bytes. tests/megatron/test_recompute.py
+checks that the counts agree with the saved tensors within 1 %.
 
-`budget` sums the memory of a GPU in each phase; docs/colocation.md lists the contents of a GPU's
-memory in each phase. `Fit` builds the ranks of a run on torch's meta device, without data, and
-measures the size of these ranks. `PlannedFit` assembles the ranks of many layouts from parts that
+`budget` sums the memory of a GPU in each phase. docs/colocation.md lists what is in a GPU's memory
+in each phase. `Fit` builds the ranks of a run on torch's meta device, where tensors have no data,
+and measures the size of the ranks. `PlannedFit` assembles the ranks of many layouts from parts that
 are built once.
 """
 
@@ -70,16 +70,16 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Needs:
     """Bytes on one GPU.
 
-    optimizer: main parameters and moments.
-    reference: the reference policy, or 0 without a reference policy.
-    forward: activations of a forward-only pass.
-    activations: activations kept for backward, plus the largest activations that backward
-        recomputes at one time.
-    buckets: buckets of the weight sync.
-    served: weights of a server's rank.
-    cache: KV cache of a server's rank.
-    reference_moves: whether the reference policy is on the GPU only during the reference's log-prob
-        pass.
+    `optimizer`: main parameters and moments.
+    `reference`: the reference policy, or 0 without a reference policy.
+    `forward`: activations of a forward-only pass.
+    `activations`: activations kept for backward, plus the largest part that backward recomputes at
+        a time.
+    `buckets`: buckets of the weight sync.
+    `served`: weights of a server's rank.
+    `cache`: KV cache of a server's rank.
+    `reference_moves`: whether the reference policy is on the GPU only during the reference's
+        log-prob pass.
     """
 
     parameters: int
@@ -97,7 +97,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes by phase and item, and the `capacity` of a GPU in bytes."""
+    """Bytes of a GPU's memory by phase and item, and the GPU's `capacity` in bytes."""
 
     phases: dict[str, dict[str, int]]
     capacity: int
@@ -112,8 +112,8 @@ class Budget:
 
     @property
     def cache_room(self) -> int:
-        """Largest KV cache with which every phase that holds the cache fits. The value is below 0
-        if a phase does not fit even with an empty cache."""
+        """Bytes of the largest KV cache with which all phases that hold the cache still fit. The
+        value is below 0 if a phase does not fit even with an empty cache."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
         return min(
             self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache
@@ -165,10 +165,10 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
 class ActivationMemory:
     """Activations of one micro-batch on one rank.
 
-    kept: bytes kept from forward to backward for one micro-batch. A pipeline stage keeps the
+    `kept`: bytes kept from forward to backward for one micro-batch. A pipeline stage keeps the
         activations of several micro-batches at a time (`micro_batches_held`).
-    again: bytes of the largest part that backward recomputes at one time. These bytes add to
-        `kept`.
+    `again`: bytes of the largest part that backward recomputes at a time. The total memory is
+        `kept` plus `again`.
     """
 
     kept: int
@@ -224,7 +224,7 @@ def layer_parts(
     longest: int,
     recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
-    """Counts the elements per token that each part of a layer keeps on a rank."""
+    """Counts, for each part of a layer, the elements per token that a rank keeps for backward."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
@@ -296,8 +296,8 @@ class Fit:
         self._built: dict[str, list[dict[str, int]]] = {}
 
     def require(self, run: ResolvedRun) -> None:
-        """Raises ConfigError if a phase does not fit, or a server's KV cache cannot hold one
-        response."""
+        """Raises ConfigError if a phase does not fit, or if a server's KV cache cannot hold one
+        prompt with its response."""
         if not (wrong := self.faults(run)):
             return
         found = self.budget(run)
@@ -316,7 +316,7 @@ class Fit:
         )
 
     def faults(self, run: ResolvedRun) -> list[str]:
-        """Returns a list with one sentence for each thing that does not fit."""
+        """Returns one sentence for each way in which the run does not fit."""
         found, wrong = self.budget(run), []
         if found.over:
             wrong.append(
@@ -337,7 +337,7 @@ class Fit:
         return max(self.budgets(run), key=lambda each: max(map(each.total, each.phases)))
 
     def budgets(self, run: ResolvedRun) -> list[Budget]:
-        """Returns one budget for each pipeline stage, for the first rank of the stage."""
+        """Returns the budget of the first rank of each pipeline stage."""
         offload, colocated = run.config.memory.offload or "all", run.config.sglang.colocated
         return [
             budget(each, self.capacity, colocated=colocated, offload=offload)
@@ -381,8 +381,8 @@ class Fit:
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
         """Returns the activations of a micro-batch, and the number of elements per token that one
-        layer creates. Returns (None, 0.0) for a mixture of experts, because its activations are not
-        known in advance."""
+        layer creates. Returns (None, 0.0) for a mixture of experts, whose activations are not known
+        in advance."""
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
         return kept, (
@@ -394,9 +394,9 @@ class Fit:
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Builds the first rank of each stage, without data. Returns the bytes of every item for
-        each of these ranks. No other rank of a stage needs more bytes than the stage's first
-        rank."""
+        """Builds the first rank of each stage, without data. Returns the bytes of every item, for
+        the first rank of each stage. No other rank of a stage needs more bytes than the stage's
+        first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -409,8 +409,8 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Yields changes of one setting that reduce the memory of phases that do not fit. Each
-        change comes with the changed run. The mildest changes come first."""
+        """Yields possible changes that reduce the memory of the phases that do not fit. Each change
+        sets one setting, and comes with the changed run. The mildest changes come first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -433,12 +433,13 @@ class Fit:
 def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     """Returns the number of micro-batches whose activations a pipeline stage holds at once.
 
-    The schedule is 1F1B (D. Narayanan et al., arXiv 2104.04473, section 2.2). With virtual stages,
-    the schedule is megatron-core's interleaved schedule, which runs forward for one chunk at a
-    time. After the warm-up, a stage holds the activations of two such forwards for each later
-    stage, plus one forward more. In addition, the stage holds as many forwards as there are stages,
-    for each of its chunks except the last one. The result is the sum of these forwards divided by
-    the number of chunks of a stage.
+    Without virtual stages, the schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2).
+    With virtual stages, the schedule is megatron-core's interleaved schedule, in which a forward
+    runs through one chunk of a stage. In the interleaved schedule, a stage with l later stages
+    holds the number below after the warm-up. Here p is the number of stages, and c is the number of
+    chunks per stage.
+
+        (2 l + (c - 1) p + 1) / c
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -447,9 +448,9 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of logits that the head holds at a time, and of the gradient of its weight
-    that autograd receives. The head is assumed to compute large logits in chunks, unless
-    `model.head` is 'materialised'."""
+    """Returns the bytes of the logits that the head holds at a time, plus the bytes of the gradient
+    that autograd receives for the head's weight. The head is assumed to compute large logits in
+    chunks, unless `model.head` is 'materialised'."""
     whole, tensor = largest_logits(config, shape), config.parallel.tensor
     rows = shape.padded_vocab(tensor) // tensor
     gradient = rows * shape.hidden * _BYTES[config.model.dtype]
@@ -463,7 +464,7 @@ def logits_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def longest_sequence(config: Config) -> int:
-    """Returns the number of tokens of the longest prompt plus the longest response."""
+    """Returns the maximum length of a prompt with its response, in tokens."""
     return config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
 
@@ -477,8 +478,8 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
 
 
 class PlannedFit(Fit):
-    """Checks whether other layouts of one run fit. The memory of the servers is computed once, for
-    the first run that is checked, and used for all layouts."""
+    """Checks whether other layouts of one run fit. The memory of the servers is computed only for
+    the first layout, and is then used for all layouts."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -522,13 +523,13 @@ class PlannedFit(Fit):
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
         """Works like `Fit.activations`, but also covers a mixture of experts. Every expert is
-        assumed to get an equal share of tokens. The copies of tokens for dispatch are not
-        counted."""
+        assumed to get an equal share of tokens. The token copies that are made for dispatch to
+        experts are not counted."""
         return super().activations(
             ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Builds whole ranks of this run's layout. All later checks of this layout use the sizes of
-        these ranks."""
+        """Builds complete ranks of this run's layout. All later checks of this layout use the sizes
+        of the complete ranks."""
         self._stages[self._key(run)] = super().stages(run)

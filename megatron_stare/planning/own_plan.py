@@ -92,7 +92,7 @@ METRICS = (
 
 
 class ModelFlops:
-    """Computes the trainer's FLOP/s and MFU in a step from the lengths of its sequences."""
+    """Computes the trainer's FLOP/s and MFU in a step from the lengths of the step's sequences."""
 
     def __init__(self, run: ResolvedRun) -> None:
         self._shape, self._config = run.shape, run.config
@@ -131,8 +131,8 @@ class ModelFlops:
 class OwnPlan:
     """The prediction of a run.
 
-    metrics: predicted values; empty if there is no prediction.
-    notes: reasons for a missing prediction, one line each.
+    `metrics`: predicted values; empty if there is no prediction.
+    `notes`: reasons for a missing prediction, one line each.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -140,8 +140,8 @@ class OwnPlan:
 
 
 def own_plan(run: ResolvedRun) -> OwnPlan:
-    """Predicts the times and memory of a run that passed its checks. No process group may exist
-    yet, because a layer of the model is built on the meta device."""
+    """Predicts the times and memory of a run that passed its checks. Must be called before any
+    process group exists, because a layer of the model is built on the meta device."""
     if not run.config.plan.enabled:
         return OwnPlan()
     try:
@@ -171,8 +171,8 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
 
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
-    """Returns the phases whose rates were calibrated. Assumed rates may be wrong by a factor of a
-    hundred, especially on CPUs."""
+    """Returns the phases whose rates were calibrated. Rates that are only assumed can be wrong by a
+    factor of a hundred, especially on CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

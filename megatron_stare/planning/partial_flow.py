@@ -2,11 +2,11 @@
 cut and continued, and the tokens of these responses.
 
 Response lengths are assumed to be exponentially distributed with the planned mean, and truncated at
-the maximum. Below this maximum, a response is longer than t tokens with probability exp(-t / mean),
-and a group of n responses is complete after t tokens with probability (1 - exp(-t / mean))^n.
-Groups that begin in the same step form a cohort. The simulation follows each cohort's expected
-number of groups from round to round, until the flow is stationary. Groups are taken for training by
-the rule of rollout/sources/partial_sampling.py.
+the maximum. Below the maximum length, a response is longer than t tokens with probability exp(-t /
+mean), and a group of n responses is complete after t tokens with probability (1 - exp(-t /
+mean))^n. Groups that begin in the same step form a cohort. The simulation follows each cohort's
+expected number of groups from round to round, until the flow is stationary. The rule in
+rollout/sources/partial_sampling.py decides which complete groups are taken for training.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ WARM_UP, COUNTED = 50, 100  # simulated steps to skip, and to average over
 class PartialFlow:
     """Mean flow of partial rollouts.
 
-    rounds: rounds per step.
-    growing: number of responses that grow in a round.
-    continued: number of responses per step that the previous step cut.
-    carried: total tokens that a step's continued responses already contain when the step begins.
-    held: total tokens of a round's growing responses at the end of the round.
+    `rounds`: rounds per step.
+    `growing`: number of responses that grow in a round.
+    `continued`: number of responses per step that the previous step cut.
+    `carried`: total tokens that the continued responses of a step already contain when the step
+        begins.
+    `held`: total tokens that the growing responses of a round contain at the end of the round.
     """
 
     rounds: float
@@ -38,11 +39,12 @@ class PartialFlow:
 
 @dataclass
 class _Cohort:
-    """The prompt groups that were begun in one step. All numbers of groups are expected numbers.
+    """The prompt groups that were begun in one step. All numbers of groups in a cohort are expected
+    values.
 
-    begun: number of groups that were begun.
-    age: number of rounds since the groups were begun.
-    taken: number of the begun groups that were already taken for training.
+    `begun`: number of groups that were begun.
+    `age`: number of rounds since the groups were begun.
+    `taken`: number of the begun groups that were already taken for training.
     """
 
     begun: float

@@ -1,5 +1,5 @@
-"""Predicts the seconds of every phase of a step as work divided by rates. ASSUMPTIONS lists every
-assumption."""
+"""Predicts how many seconds each phase of a step takes: the phase's work divided by a rate.
+ASSUMPTIONS lists every assumption."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ ASSUMPTIONS = (
 
 
 def balanced(shape: ModelShape) -> ModelShape:
-    """Returns the dense model with the same work per token as a mixture of experts.
+    """Returns the shape of a dense model with the same work per token as a mixture of experts.
 
-    Experts get equal shares of tokens. Leading dense layers count as MoE layers.
+    Experts get equal shares of tokens. Leading dense layers are treated like MoE layers.
     """
     if not shape.experts:
         return shape
@@ -79,8 +79,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Returns the number of matrix entries, over all layers, by which a token is multiplied. These
-    entries belong to the projections, the router and the feed-forward part."""
+    """Returns the number of matrix entries in all layers by which one token is multiplied. The
+    matrices are the projections, the router and the feed-forward part."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -89,8 +89,8 @@ def body_matrices(shape: ModelShape) -> int:
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
     """Returns the forward FLOPs of all layers and the output layer for one sequence. Causal
-    attention covers half of the sequence on average. The output layer counts at response positions
-    only."""
+    attention covers half of the sequence on average. The output layer is counted only at response
+    positions."""
     length = prompt + response
     matrices = 2 * body_matrices(shape) * length
     # scores and values, half masked
@@ -99,7 +99,8 @@ def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
 
 
 def body_flops(shape: ModelShape, prompt: float, response: float) -> float:
-    """Returns the forward FLOPs of the layers alone, which full recomputation repeats."""
+    """Returns the forward FLOPs of all layers without the output layer. Full recomputation repeats
+    the forward FLOPs of the layers."""
     return forward_flops(shape, prompt, response) - 2 * shape.hidden * shape.vocab_size * response
 
 
@@ -114,8 +115,8 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Returns the lengths from the arguments. If an argument is missing, uses the length that
-        the configuration expects."""
+        """Returns the lengths that the arguments give. For a missing argument, returns the length
+        that the configuration expects."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
@@ -124,11 +125,11 @@ class Lengths:
 class Work:
     """The work of a phase.
 
-    ideal: seconds at the peak rate. The prediction divides these seconds by the share of the peak
-        rate that the run reaches.
-    fixed: seconds that the prediction adds unchanged.
-    moved: seconds to move one hidden state per token and layer through memory. The prediction
-        multiplies these seconds by the number of hidden states that the phase moves.
+    `ideal`: seconds at the peak rate. The prediction divides `ideal` by the share of the peak rate
+        that the run reaches.
+    `fixed`: seconds that are added to the prediction unchanged.
+    `moved`: seconds to move one hidden state per token and layer through memory. The prediction
+        multiplies `moved` by the number of hidden states that the phase moves.
     """
 
     ideal: float
@@ -143,12 +144,12 @@ class Work:
 class Step:
     """Predicted times of a training step.
 
-    phases: seconds by phase, without checkpoints.
-    seconds: seconds of the whole step, without checkpoints.
-    checkpoint: seconds of one checkpoint.
-    flops: model FLOPs of the trainer's passes, without recomputation.
-    tokens: prompt and response tokens of the step.
-    partial: flow of partial rollouts, if enabled.
+    `phases`: seconds by phase, without checkpoints.
+    `seconds`: seconds of the whole step, without checkpoints.
+    `checkpoint`: seconds of one checkpoint.
+    `flops`: model FLOPs of the trainer's passes, without recomputation.
+    `tokens`: prompt and response tokens of the step.
+    `partial`: flow of partial rollouts, if enabled.
     """
 
     phases: dict[str, float]
@@ -161,12 +162,12 @@ class Step:
 
     @property
     def tokens_s_gpu(self) -> float:
-        """Trained prompt and response tokens per second and GPU."""
+        """Number of prompt and response tokens that are trained on per second and per GPU."""
         return self.tokens / self.seconds / self.gpus
 
     def mfu(self, gpu: Gpu) -> float:
-        """Returns the model FLOPs utilization of the trainer's passes over the whole step and all
-        GPUs."""
+        """Returns the model FLOPs utilization: the FLOPs of the trainer's passes, divided by the
+        FLOPs that all GPUs could do in the whole step."""
         return self.flops / (self.seconds * self.gpus * gpu.flops)
 
 
@@ -220,16 +221,16 @@ def step_time(
 
 
 def parameters(shape: ModelShape) -> int:
-    """Returns the number of matrix entries in the whole model, with all experts."""
+    """Returns the number of matrix entries in the whole model, including all experts."""
     experts = 3 * shape.hidden * shape.expert_ffn * (shape.experts - shape.experts_per_token)
     ends = shape.hidden * shape.vocab_size * (1 if shape.tied else 2)
     return body_matrices(shape) + (shape.layers - shape.dense_layers) * experts + ends
 
 
 def forwards(run: ResolvedRun) -> int:
-    """Returns the number of forward-only passes over the batch. There is one pass for log-probs,
-    one for the reference's log-probs, and one for the surprisals before each update. Only passes
-    that the run needs are counted."""
+    """Returns the number of forward-only passes over the batch that the run needs. A run can need a
+    pass for log-probs, a pass for the reference's log-probs, and a pass for surprisals that are
+    computed anew before each update."""
     passes = 0 if run.config.skips_log_prob_pass else 1
     return (
         passes + int(run.method.needs_reference) + int(run.config.statistics.surprisal == "current")
@@ -287,7 +288,7 @@ def rollout_seconds(
     served: ServedMemory | None,
 ) -> float:
     """Returns the seconds that one engine needs to prefill and decode its share of the responses.
-    Decoding is bound by memory or by compute."""
+    Decoding takes the longer of two times: the time to read memory, and the time to compute."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     if not engines:
@@ -329,12 +330,12 @@ def rollout_seconds(
 
 @dataclass(frozen=True)
 class RequestTime:
-    """Times of a request at a fully loaded server, in seconds since the server admitted the
-    request.
+    """Times of a request at a fully loaded server, in seconds after the server has admitted the
+    request to its batch.
 
-    beside: number of other requests in the batch.
-    longest_s: time of a response of maximum length.
-    first_s: time of a response of mean length.
+    `beside`: number of other requests in the batch.
+    `longest_s`: time of a response of maximum length.
+    `first_s`: time of a response of mean length.
     """
 
     beside: float
@@ -350,8 +351,8 @@ def request_time(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> RequestTime:
-    """Predicts the times of a request with the rates of `rollout_seconds`. A decoding step takes
-    equally long for every request of the batch."""
+    """Predicts the times of a request, at the same rates as `rollout_seconds`. A decoding step
+    takes equally long for every request in the batch."""
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
@@ -382,7 +383,7 @@ def request_time(
 
 
 def _at_once(config: Config, growing: float, context: float, served: ServedMemory | None) -> float:
-    """Returns the number of responses that a server decodes together.
+    """Returns the number of responses that a server decodes at the same time.
 
     Args:
         growing: responses that are assigned to the server.
@@ -429,7 +430,7 @@ def _of(lengths: Lengths) -> tuple[float, float]:
 
 
 def _read_weights(shape: ModelShape, at_once: float) -> float:
-    """Returns the expected number of parameters that a decoding step reads. Of a layer's experts, a
+    """Returns the expected number of parameters that a decoding step reads. In each layer, a
     decoding step reads only the experts that at least one response of the batch chooses."""
     if not shape.experts:
         return parameters(shape)
@@ -450,8 +451,8 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
 def _moved(
     config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
 ) -> float:
-    """Returns the seconds to move one hidden state per token and layer through memory, divided
-    over all ranks."""
+    """Returns the seconds in which all ranks together move one hidden state per token and layer
+    through memory."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 
@@ -466,7 +467,7 @@ def _tensor_seconds(
     *,
     times: int,
 ) -> float:
-    """Returns the seconds of tensor-parallel collectives on hidden states.
+    """Returns the seconds that tensor-parallel collectives on hidden states take.
 
     Args:
         times: number of forward passes. A backward pass counts as two forward passes.

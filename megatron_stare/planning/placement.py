@@ -1,10 +1,11 @@
-"""Plans the node of every trainer rank and engine replica from the nodes' free GPUs. Raises an
-error if the ranks and replicas do not fit. The module does not depend on Ray.
+"""Assigns every trainer rank and engine replica to a node with free GPUs. Raises an error if the
+ranks and replicas do not fit. The module does not depend on Ray.
 
 In Megatron's rank order, the tensor-parallel index varies fastest, then the context-parallel,
 data-parallel and pipeline-parallel index. The ranks of a tensor-parallel group are therefore
-consecutive, and the ranks of an expert-parallel group are consecutive too. Each node gets blocks of
-consecutive ranks, and a block contains whole parallel groups. Ranks are numbered node by node.
+consecutive, and so are the ranks of an expert-parallel group. Each node gets blocks of consecutive
+ranks. A block contains whole tensor-parallel groups, and other whole groups if possible. Ranks are
+numbered node by node.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ LOST_SHOWN = 4  # lost nodes in a message; an old cluster remembers many
 
 
 class PlacementError(UserError):
-    """Error for a cluster that lacks, or has lost, resources that the layout needs."""
+    """Error for a layout that needs resources which the cluster lacks or has lost."""
 
 
 @dataclass(frozen=True)
 class Awaited:
-    """Options for waiting until lost nodes of a restarted run are back.
+    """Options of a restarted run that waits until its lost nodes are back.
 
-    limit_s: longest wait, in seconds.
-    on_gpus: whether the run used GPUs before the restart. If so, the restarted run also waits until
-        the cluster has GPUs.
-    tell: prints what the run waits for.
+    `limit_s`: longest wait, in seconds.
+    `on_gpus`: whether the run used GPUs before the restart. A run that used GPUs also waits until
+        the cluster has GPUs again.
+    `tell`: prints what the run waits for.
     """
 
     limit_s: float
@@ -56,11 +57,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """Ranks and replicas to place, and their GPUs.
+    """Ranks and replicas to place, and the GPUs that they need.
 
-    replica_gpus: number of GPUs per replica. If the number is 0, a replica may run on any node.
-    replica_nodes: number of nodes per replica. Each node holds an equal part of the replica's GPUs.
-    shared: whether replicas use the trainer's GPUs.
+    `replica_gpus`: number of GPUs per replica. A replica with 0 GPUs can run on any node.
+    `replica_nodes`: number of nodes per replica. Each node holds an equal part of the replica's
+        GPUs.
+    `shared`: whether replicas use the same GPUs as the trainer.
     """
 
     ranks: int
@@ -74,7 +76,7 @@ class Demand:
 
     @classmethod
     def of(cls, config: Config) -> Demand:
-        """Returns the demand of a run."""
+        """Returns the ranks and replicas that a run has to place."""
         parallel = config.parallel
         return cls(
             parallel.world_size,
@@ -89,7 +91,7 @@ class Demand:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of all ranks and replicas."""
+        """Number of GPUs that all ranks and replicas need together."""
         return self.ranks + (0 if self.shared else self.replicas * self.replica_gpus)
 
     @property
@@ -99,13 +101,13 @@ class Demand:
 
     @property
     def parts(self) -> int:
-        """Number of replica parts to place. A replica has one part on each of its nodes. The number
-        is 0 if replicas use no GPUs."""
+        """Number of replica parts to place, or 0 if replicas use no GPUs. A replica has one part on
+        each of its nodes."""
         return self.replicas * self.replica_nodes if self.replica_gpus else 0
 
     def blocks(self) -> list[int]:
-        """Returns block sizes in order of preference. A block is a number of consecutive ranks on
-        one node. A block contains whole tensor-parallel groups, and preferably whole
+        """Returns possible block sizes, the preferred size first. A block consists of consecutive
+        ranks on one node. A block contains whole tensor-parallel groups, and preferably whole
         context-parallel and expert-parallel groups."""
         tensor_context = self.tensor * self.context
         sizes = (
@@ -117,11 +119,12 @@ class Demand:
         return [size for size in dict.fromkeys(sizes) if self.ranks % size == 0]
 
     def hosted(self, ranks: int, free: int) -> int:
-        """Returns the number of replica parts that fit a node with `free` GPUs and `ranks` ranks.
+        """Returns how many replica parts fit on a node that has `free` free GPUs and gets `ranks`
+        ranks.
 
-        Replica parts use the node's GPUs that have no rank. If `shared` is set, replica parts use
-        the GPUs of the node's ranks instead. A node takes at most one part of a replica that spans
-        several nodes.
+        Replica parts use the node's free GPUs that have no rank. If `shared` is set, replica parts
+        instead use the GPUs of the node's ranks. A node takes at most one part of a replica that
+        spans several nodes.
         """
         if not self.replica_gpus:
             return 0
@@ -151,10 +154,11 @@ class Demand:
 class Plan:
     """Placement of a run.
 
-    ranks: the node of every rank, by rank.
-    parts: the node of every replica part. Only replicas on GPUs have parts. The parts of replica 0
-        come first, then the parts of replica 1, and so on.
-    block: block size. Ranks n * block to (n + 1) * block - 1 are on one node.
+    `ranks`: the node of every rank, by rank.
+    `parts`: the node of every replica part. Only replicas on GPUs have parts. The parts of replica
+        0 come first, then the parts of replica 1, and so on.
+    `block`: number of ranks in a block. For every n, ranks n * block to (n + 1) * block - 1 are on
+        one node.
     """
 
     demand: Demand
@@ -181,14 +185,14 @@ class Plan:
         return [number for number, each in enumerate(self.parts) if each == node]
 
     def sharing(self, part: int) -> range:
-        """Returns the ranks whose GPUs a replica part uses. The demand must have `shared` set."""
+        """Returns the ranks whose GPUs a replica part uses. `demand.shared` must be set."""
         node, size = self.parts[part], self.demand.part_gpus
         first = self.ranks_on(node).start + size * self.parts_on(node).index(part)
         return range(first, first + size)
 
 
 def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
-    """Places the demand on the nodes' free GPUs.
+    """Places the ranks and replicas of `demand` on free GPUs of the nodes.
 
     Raises:
         PlacementError: the free GPUs do not suffice. The message lists the free GPUs and the
@@ -206,10 +210,10 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Returns a number of ranks for every node that leaves room for all replicas. Returns None if
-    no distribution of the ranks leaves room for all replicas.
+    """Returns how many ranks each node gets, so that all replicas fit too. Returns None if every
+    distribution of the ranks leaves too little room for the replicas.
 
-    Every node's number of ranks is a multiple of `block`. The first nodes get as many ranks as
+    Each node gets a multiple of `block` ranks. Nodes at the start of the list get as many ranks as
     possible.
     """
     wanted = demand.ranks // block
@@ -264,8 +268,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if the demand exceeds the cluster even with all GPUs free. Waiting for
-    free GPUs would then be useless."""
+    """Raises ConfigError if the demand would not fit the cluster even if all GPUs were free. A run
+    with too large a demand could never start, however long it waited for free GPUs."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(
@@ -310,7 +314,8 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """Returns the smallest divisor of `gpus` that leaves at most `most` GPUs per part."""
+    """Returns the smallest number of equal parts into which `gpus` can be divided, with at most
+    `most` GPUs per part."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )
@@ -352,8 +357,8 @@ def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | No
 
 
 def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> PlacementError:
-    """Returns the error for GPUs that the cluster did not reserve in time. These GPUs were free
-    when the plan was made, but another job may have taken them."""
+    """Returns the error for GPUs that the cluster did not reserve in time. The GPUs were free when
+    the plan was made, but another job may have taken them."""
     there = {node.id: node for node in now}
     short = [
         f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} that the plan needs"

@@ -50,9 +50,9 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """A resolved run, as the checks receive it.
+    """A resolved run, in the form in which checks receive it.
 
-    published: as in `check`.
+    `published`: as in `check`.
     """
 
     run: ResolvedRun
@@ -73,9 +73,9 @@ class Asked:
 
     @property
     def served(self) -> Config:
-        """Configuration for the checks of engines. If this machine lacks both the model and the
-        server software, the configuration is reduced to the settings that can be checked without
-        the server software."""
+        """Configuration that the checks of engines receive. If this machine has neither the model
+        nor the server software, the configuration is reduced to settings that can be checked
+        without the software."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
@@ -135,7 +135,7 @@ RUN: dict[str, Callable[[Asked], None]] = {
 
 
 def check(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Resolves a configuration, makes its paths absolute, and makes the checks of CONFIGURATION.
+    """Resolves a configuration, makes its paths absolute, and runs the checks in CONFIGURATION.
 
     Args:
         published: as in resolve_run. If True, checks that need the files of an absent model are
@@ -149,8 +149,8 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
 
 
 def check_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Works like `check`, but makes the checks of RUN instead of the checks of CONFIGURATION. The
-    checks of RUN need neither data nor tokenizer."""
+    """Works like `check`, but runs the checks in RUN instead of the checks in CONFIGURATION. The
+    checks in RUN need no data and no tokenizer."""
     return _checked(config, RUN, published)
 
 
@@ -165,8 +165,8 @@ def _checked(
 
 
 def check_weights(path: str, shape: ModelShape) -> None:
-    """Raises DataError if a Hugging Face folder or converted checkpoint lacks the model's
-    weights."""
+    """Raises DataError if weights of the model are missing in a Hugging Face folder or converted
+    checkpoint."""
     if is_checkpoint(Path(path)):
         check_checkpoint(TorchDist(path), shape, cut(shape))
     else:
@@ -184,7 +184,7 @@ def check_checkpoints(config: Config) -> None:
 
 
 def check_best(config: Config) -> None:
-    """Raises ConfigError if `checkpoint.best_by` names an evaluation that is not made during
+    """Raises ConfigError if `checkpoint.best_by` names an evaluation that does not run during
     training."""
     metric = config.checkpoint.best_by
     if metric is None or not metric.startswith("eval/"):
@@ -232,8 +232,8 @@ def check_optimizer(config: Config) -> None:
 def check_reference(
     config: Config, method: Method, shape: ModelShape, *, published: bool = False
 ) -> None:
-    """Raises UserError if a reference policy is set but the method uses no reference policy, the
-    reference's weights are missing, or the reference's shape differs from the model's shape.
+    """Raises UserError in three cases: the method does not use the reference policy that is set,
+    the reference's weights are missing, or the reference and the model differ in shape.
 
     Args:
         published: as in `check`.
@@ -259,8 +259,9 @@ def check_reference(
 
 
 def check_supervised(config: Config) -> None:
-    """Raises ConfigError if supervised fine-tuning is combined with a setting for sampled
-    responses, or if a source of conversations is used without supervised fine-tuning."""
+    """Raises ConfigError in three cases: supervised fine-tuning has a setting that only makes sense
+    for sampled responses, supervised fine-tuning has a source without conversations, or another
+    method has a source of conversations."""
     factory, _ = find_source(config)
     written = getattr(factory, "demonstrates", False)
     if not config.supervised:
@@ -333,8 +334,8 @@ def check_rounds(config: Config) -> None:
 
 
 def check_statistics(config: Config, method: Method) -> None:
-    """Raises ConfigError if the lagged gate skips the log-prob pass but another setting needs this
-    pass."""
+    """Raises ConfigError if the lagged gate skips the log-prob pass although another setting needs
+    the pass."""
     if not config.skips_log_prob_pass or config.supervised:
         return
     exact = "set statistics.gate=exact"
@@ -374,8 +375,8 @@ def check_statistics(config: Config, method: Method) -> None:
 
 
 def check_head(config: Config, method: Method) -> None:
-    """Raises ConfigError if the head computes gradients in forward, but the loss couples all tokens
-    of a response."""
+    """Raises ConfigError if the head computes gradients during forward although the loss couples
+    all tokens of a response."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
             f"{config.algorithm.name} couples the tokens of a response, so the gradient for one"
@@ -386,7 +387,7 @@ def check_head(config: Config, method: Method) -> None:
 
 
 def check_branches(config: Config, method: Method) -> None:
-    """Raises ConfigError if the environment makes several branches of a response, but the method or
+    """Raises ConfigError if the environment can split a response into branches, but the method or
     routing replay does not support branches."""
     environment, settings = find_environment(config.rollout.environment)
     if not environment.branches(settings):
@@ -409,8 +410,8 @@ def check_branches(config: Config, method: Method) -> None:
 
 
 def check_aggregation(config: Config, method: Method) -> None:
-    """Raises ConfigError if the loss is divided by the tokens of a micro-batch, but each
-    context-parallel rank holds only a part of these tokens."""
+    """Raises ConfigError if the loss is divided by the number of tokens in a micro-batch, but each
+    context-parallel rank holds only some of the tokens."""
     aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
     if aggregation == "micro_batch_mean" and config.parallel.context > 1:
         raise ConfigError(
@@ -422,8 +423,8 @@ def check_aggregation(config: Config, method: Method) -> None:
 
 
 def prompt_files(config: Config) -> list[str]:
-    """Returns the paths of all prompt files of training and evaluation, each once. The paths are
-    written as in the configuration."""
+    """Returns the paths of all prompt files of training and evaluation, without duplicates. The
+    paths are written as in the configuration."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
     read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []
@@ -432,7 +433,7 @@ def prompt_files(config: Config) -> list[str]:
 
 
 def not_checked(config: Config) -> list[str]:
-    """Returns the checks that were skipped because the model is not on this machine, one line each.
+    """Returns one line for each check that was skipped because the model is not on this machine.
     Returns [] if the model is on this machine.
 
     Args:
@@ -461,7 +462,7 @@ def not_checked(config: Config) -> list[str]:
 
 
 def notices(config: Config) -> list[str]:
-    """Returns warnings about allowed but unusual settings, one line each."""
+    """Returns one line of warning for each setting that is allowed but unusual."""
     if config.statistics.scope == "micro_batch":
         return [
             "warning: statistics.scope=micro_batch selects tokens by micro-batch and rank, so a run"
@@ -488,15 +489,15 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
 
 
 def check_tasks(config: Config, shape: ModelShape) -> None:
-    """Calls `check_task` for every evaluation task of training."""
+    """Calls `check_task` for every evaluation task that runs during training."""
     for task in evaluation_tasks(config):
         check_task(task, shape)
 
 
 def check_task(task: Task, shape: ModelShape) -> None:
-    """Raises ConfigError if an evaluation's responses do not fit the model, if the responses do not
-    fit an engine, or if a k of pass@k exceeds the number of responses to a problem. The micro-batch
-    size does not matter, because evaluation responses are not used for training."""
+    """Raises ConfigError if an evaluation's responses do not fit the model or an engine, or if k in
+    pass@k is larger than the number of responses per problem. The micro-batch size does not matter,
+    because evaluation responses are not used for training."""
     with task.blamed():
         check_positions(task.config, shape)
         check_engine(task.config, shape)
@@ -504,7 +505,7 @@ def check_task(task: Task, shape: ModelShape) -> None:
 
 
 def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if the engines reserved for evaluation could not run."""
+    """Raises ConfigError if the engines that serve only evaluations could not run."""
     if (engines := evaluation_engines(config)) is None:
         return
     if config.eval.engines and config.eval.urls:
@@ -570,8 +571,8 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Reads the model's shape from the files beside the weights. Returns None if there are no such
-    files."""
+    """Reads the model's shape from the files beside the weights. Returns None if no files beside
+    the weights describe the shape."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
     except ConfigError:  # for example Megatron-LM's checkpoints, or a run whose model is gone

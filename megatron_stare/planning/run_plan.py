@@ -1,8 +1,8 @@
 """Makes the plan of a run, as text or as JSON. The plan contains the memory, the times of a step,
 and similar layouts that fit into the GPUs' memory.
 
-This module imports torch and Megatron. Adding the command's arguments (command.py) must not import
-torch or Megatron.
+This module imports torch and Megatron. The command's arguments are therefore added in command.py,
+which imports neither until the command runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def text(plan: Plan) -> str:
 
 
 def layout(parallel: ParallelConfig) -> str:
-    """Describes a layout by its parallel sizes above 1, such as `TP 8, PP 4`."""
+    """Describes a layout by the parallel sizes that are above 1, such as `TP 8, PP 4`."""
     cuts = [
         f"{short} {getattr(parallel, name)}"
         for name, short in _SHORT.items()
@@ -183,7 +183,7 @@ def _assumed(plan: Plan) -> str:
 class Site:
     """The machines of a run.
 
-    nodes: number of nodes; None: as many as the run needs.
+    `nodes`: number of nodes, or None for as many as the run needs.
     """
 
     gpu: Gpu
@@ -195,11 +195,12 @@ class Site:
 class Plan:
     """The plan of a run.
 
-    budgets: memory budgets, one for the first rank of each pipeline stage.
-    served: memory of one rank of a server; None: the run starts no servers on GPUs.
-    searched, fitting: number of layouts that were tried, and number of tried layouts that fit.
-    nearest: layouts that fit and are nearest to the run's own layout, each with its predicted step.
-    took: seconds that planning took.
+    `budgets`: memory budgets, one for the first rank of each pipeline stage.
+    `served`: memory of one rank of a server, or None if the run starts no servers on GPUs.
+    `searched`, `fitting`: number of layouts that were tried, and number of tried layouts that fit.
+    `nearest`: the fitting layouts that are nearest to the run's own layout, each with its predicted
+        step.
+    `took`: seconds that planning took.
     """
 
     run: ResolvedRun
@@ -218,7 +219,7 @@ class Plan:
 
     @property
     def peak(self) -> tuple[int, str, int]:
-        """Stage, phase and bytes of the highest memory use."""
+        """Pipeline stage, phase and bytes of the highest memory use."""
         sizes = [
             (s, phase, found.total(phase))
             for s, found in enumerate(self.budgets)
@@ -228,11 +229,11 @@ class Plan:
 
     @property
     def growing_cache(self) -> float | None:
-        """Bytes of KV cache that one rank of a server needs to hold all responses of a round of
-        partial rollouts.
+        """Bytes of KV cache that a server's rank needs in order to hold all responses of a
+        partial-rollout round.
 
-        If the KV cache is smaller than these bytes, the servers decode only some of the responses
-        at a time. The value is None if partial rollouts are off or no servers run on GPUs.
+        With a smaller KV cache, the servers decode only some of the responses at a time. The value
+        is None if partial rollouts are off or no servers run on GPUs.
         """
         if self.served is None or (flow := self.step.partial) is None:
             return None
@@ -288,7 +289,7 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns the content of --json, in bytes and seconds."""
+    """Returns the output of `--json`, with sizes in bytes and times in seconds."""
     stage, phase, size = plan.peak
     return {
         "model": plan.run.config.model.path,
@@ -339,14 +340,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def for_launch(plan: Plan) -> str:
-    """Returns the values that a launch script needs, with one name and value per line. `nodes` is
-    the number of nodes. `grace_s` is a number of seconds: a launch script must make the run save
-    its state this long before the run's time limit. Each setting of the layout is on its own line,
-    which starts with `layout`.
+    """Returns the values that a launch script needs, with one name and value per line. The value
+    `nodes` is the number of nodes. The value `grace_s` tells a launch script how many seconds
+    before the run's time limit the run must begin to save its state. Each setting of the layout has
+    its own line, which starts with `layout`.
 
-    `grace_s` includes the time of two steps, because a step with dynamic sampling may take several
-    rounds and may therefore last longer than predicted. Raises UserError if the run does not fit
-    into the GPUs' memory.
+    `grace_s` includes the time of two steps, because a step with dynamic sampling can take several
+    rounds, and then lasts longer than predicted. Raises UserError if the run does not fit into the
+    GPUs' memory.
     """
     if plan.faults:
         raise UserError(
@@ -362,8 +363,8 @@ def for_launch(plan: Plan) -> str:
 
 
 def days(plan: Plan) -> float:
-    """Returns the duration of the run in days. The duration includes the time of checkpoints if
-    training waits for checkpoints."""
+    """Returns the duration of the run in days. The time of checkpoints is included if training
+    waits for them."""
     config = plan.run.config
     every = config.run.checkpoint_every
     saved = config.run.steps / every if every and not config.checkpoint.background else 0
@@ -371,8 +372,8 @@ def days(plan: Plan) -> float:
 
 
 def _different(found: list[Candidate]) -> list[Candidate]:
-    """Returns one candidate for each combination of layout and recomputation: the candidate nearest
-    to the run's own layout. The run's own layout is left out."""
+    """Returns, for each combination of layout and recomputation, the candidate that is nearest to
+    the run's own layout. The run's own layout is left out."""
     first: dict[str, Candidate] = {}
     for each in found:
         if each.distance:

@@ -3,14 +3,15 @@ module does not need torch.
 
 To first order, the plain loss changes the entropy by P per unit step. Each unit of W - 1 adds G+,
 the change that comes from the tokens of L+. Each unit of M - 1 adds G-, the change that comes from
-the tokens of L-. The suggested weights are the weights nearest to 1 that satisfy
+the tokens of L-. The suggested weights are as near to 1 as possible and satisfy the equation
 
-    P + (W - 1) G+ + (M - 1) G- = -MARGIN P,
+    P + (W - 1) G+ + (M - 1) G- = -MARGIN P.
 
-with W in [1, AMPLIFY_MAX] and M in [ATTENUATE_MIN, 1]. If no weights in these ranges compensate for
-P, the nearest weights are suggested. If G+ is also too near 0 to tell its sign, AMPLIFY_MAX is
-suggested for W, because a large W may help. benchmarks/laboratory/held_out.py compares the
-suggestions with a sweep.
+W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no weights in both ranges
+satisfy the equation, the weights that come closest to it are suggested. If the closest weights do
+not stop the fall of the entropy, and G+ is too near 0 to tell its sign, AMPLIFY_MAX is suggested
+for W, because a large W may help. benchmarks/laboratory/held_out.py compares the suggestions with a
+sweep.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ NEAR_ZERO = 0.05  # of P: a G+ above minus this share counts as 0
 class Facts:
     """Means over the first steps of a run.
 
-    entropy, entropy_now: mean entropy of the first and of the last of these steps, nats.
-    plain: P, nats per unit step.
-    plus, minus: G+ and G-, nats per unit step and per unit of the weight.
+    `entropy`, `entropy_now`: mean entropy of the first and of the last of these steps, nats.
+    `plain`: P, nats per unit step.
+    `plus`, `minus`: G+ and G-, nats per unit step and per unit of the weight.
     """
 
     entropy: float
@@ -44,7 +45,7 @@ class Suggestion:
     """Suggested settings of STARE's variant C2, and the reasons for the settings, one sentence
     each.
 
-    holds: whether the forecast entropy change with these weights is at least 0.
+    `holds`: true if the entropy is not forecast to fall with the suggested weights.
     """
 
     entropy_target: float
@@ -55,7 +56,7 @@ class Suggestion:
 
 
 def suggest(facts: Facts) -> Suggestion:
-    """Suggests settings from the facts about the first steps of a run."""
+    """Suggests settings from the facts about a run's first steps."""
     target = TARGET_SHARE * facts.entropy
     reasons = [
         f"the target is {TARGET_SHARE:.0%} of the {facts.entropy:.3g} nats at the start:"

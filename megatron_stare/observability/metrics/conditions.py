@@ -1,8 +1,8 @@
-"""Defines conditions on the metrics of a run's steps. A condition may compare a step with a window
-of earlier steps. The code here is pure.
+"""Defines the conditions that rules test on the metrics of a step. A condition can compare a step
+with a window of earlier steps. The code here is pure.
 
-Each kind of condition is a class. The table in rules.py lists the conditions of a run and their
-consequences.
+Each kind of condition is a class. The table RULES in rules.py lists each condition and its
+consequence.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ LEAST_SHARE = 0.05
 
 
 class Window:
-    """The first and the latest values of a metric, and statistics of these values. Pure.
+    """Keeps the first and the latest values of a metric, and computes statistics of these values.
+    Pure.
 
     Args:
         steps: number of latest values to keep.
         known: number of finite latest values that a comparison requires.
         first: number of the run's first values to keep.
-        gaps: whether values that are not finite count among the latest values. If False, these
-            values are skipped.
+        gaps: whether the latest values include values that are not finite. If False, values that
+            are not finite are skipped.
     """
 
     def __init__(self, steps: int, known: int = 1, *, first: int = 0, gaps: bool = False) -> None:
@@ -80,8 +81,8 @@ class Window:
 
     def growth(self) -> float | None:
         """Returns the median of the latest values divided by the median of the first values.
-        Returns None while some values are both among the first and among the latest values. Also
-        returns None if the median of the first values is not above 0."""
+        Returns None while the latest values still overlap with the first values. Also returns None
+        if the median of the first values is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -103,7 +104,7 @@ class Found(NamedTuple):
     """A condition's result for a step: whether the condition holds, and the measured values by
     name.
 
-    measured: empty if nothing could be measured or compared.
+    `measured`: empty if nothing could be measured or compared.
     """
 
     holds: bool
@@ -117,8 +118,8 @@ NOTHING = Found(False)
 class Condition(ABC):
     """Base class of a kind of condition. `str()` describes the condition for docs/guards.md.
 
-    metrics: names in order of preference. The condition uses the first of these metrics that a step
-    has.
+    `metrics`: metric names in order of preference. Most conditions read the first of these metrics
+        that a step contains, but `Above` reads all of them.
     """
 
     metrics: tuple[str, ...]
@@ -128,13 +129,13 @@ class Condition(ABC):
         return Window(0)
 
     def figure(self, row: Row) -> float:
-        """Returns the value of the metric in a step. If the step lacks the metric, returns NaN,
-        which fails every comparison."""
+        """Returns the value of the metric in a step, or NaN if the step lacks the metric. Every
+        comparison with NaN is false."""
         return next((row[name] for name in self.metrics if name in row), math.nan)
 
     @abstractmethod
     def judge(self, row: Row, before: Window) -> Found:
-        """Judges a step's metrics against the values of earlier steps."""
+        """Tests this condition on a step's metrics, given the values of earlier steps."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Above(Condition):
 
 @dataclass(frozen=True)
 class Equal(Condition):
-    """Holds if the metric equals a number. This condition is meant for metrics that are flags."""
+    """Holds if the metric equals a number. `Equal` is meant for metrics that are flags."""
 
     number: float = 0.0
 
@@ -165,8 +166,8 @@ class Equal(Condition):
 
 @dataclass(frozen=True)
 class Risen(Condition):
-    """Holds if a count is above the count of the previous step, or above 0 if the previous step had
-    no count."""
+    """Holds if the metric is above its value in the previous step. If the previous step has no
+    value, 0 is used instead."""
 
     def __str__(self) -> str:
         return "above the step before"
@@ -181,8 +182,8 @@ class Risen(Condition):
 
 @dataclass(frozen=True)
 class TimesMedian(Condition):
-    """Holds if the metric is many times the median of earlier steps. Does not hold for values that
-    are not finite, because another rule covers these values."""
+    """Holds if the metric is more than `times` times the median of earlier steps. Never holds for a
+    value that is not finite, because another rule covers such values."""
 
     times: float = GRAD_SPIKE
     steps: int = GRAD_WINDOW
@@ -203,8 +204,8 @@ class TimesMedian(Condition):
 
 @dataclass(frozen=True)
 class Collapse(Condition):
-    """Holds if entropy has no target, is already low compared with the run's start, and still
-    halves fast."""
+    """Holds if entropy has collapsed in a run without an entropy target. Entropy has collapsed if
+    it is low compared with the run's start and still halves fast."""
 
     def __str__(self) -> str:
         return (
@@ -232,10 +233,10 @@ class Collapse(Condition):
 
 class _Sides(Window):
     """Records for each step whether entropy was above the target's band (1), below the band (-1) or
-    inside the band (0). The record is NaN without a target.
+    inside the band (0). For a step without a target, records NaN.
 
-    If entropy jumps over the band before any step was inside, the first step after the jump counts
-    as inside, because entropy has then reached the target.
+    Entropy can cross the whole band between two steps before any step was inside the band. The step
+    after the first such crossing is recorded as inside, because a crossing also reaches the target.
     """
 
     reached = False
@@ -249,8 +250,8 @@ class _Sides(Window):
 
 @dataclass(frozen=True)
 class OffTarget(Condition):
-    """Holds if entropy stays outside the band around its target for many steps, after entropy has
-    reached the target once. The initial approach to the target raises no alert."""
+    """Holds if entropy reaches its target and then stays outside the target's band for
+    OFF_TARGET_STEPS steps in a row. The initial approach to the target raises no alert."""
 
     def __str__(self) -> str:
         return (
@@ -284,11 +285,11 @@ class OffTarget(Condition):
 
 @dataclass(frozen=True)
 class Grown(Condition):
-    """Holds if the difference between engine and trainer has grown over the run, and the mean
-    difference is not negligible.
+    """Holds if the log-prob difference between engine and trainer has grown over the run, and the
+    mean difference is not negligible.
 
-    setting: name of a run's setting. The values of this setting replace `times` and `least`. If the
-        name is "", the values in the table apply.
+    `setting`: name of the run setting whose values replace `times` and `least`, or "" if the
+        table's values apply.
     """
 
     times: float = TREND
@@ -307,12 +308,13 @@ class Grown(Condition):
 
 @dataclass(frozen=True)
 class Spike(Condition):
-    """Holds if the metric is many spreads away from the median of earlier steps.
+    """Holds if the metric differs from the median of earlier steps by more than `spreads` times the
+    spread of these steps.
 
-    both_ways: whether a value far below the median is a spike too.
-    spreads, steps, known: values from the run's settings. config/fault_sections.py describes these
-        settings.
-    least: a value at or below `least` is no spike above the median.
+    `both_ways`: whether a value far below the median also counts as a spike.
+    `spreads`, `steps`, `known`: values from the run's settings, which config/fault_sections.py
+        describes.
+    `least`: a value counts as a spike above the median only if it is above `least`.
     """
 
     both_ways: bool = False
@@ -351,7 +353,7 @@ class Spike(Condition):
 
 @dataclass(frozen=True)
 class Outside(Condition):
-    """Holds if the metric is outside a band that a setting of the run defines."""
+    """Holds if the metric is outside the band from `low` to `high`, which a run setting defines."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -367,7 +369,7 @@ class Outside(Condition):
 
 
 class Judge:
-    """Judges the steps of a run by several conditions, and keeps the earlier values that the
+    """Tests several conditions on each step of a run, and keeps the earlier values that the
     conditions need.
 
     Args:
@@ -379,7 +381,7 @@ class Judge:
         self.windows = {name: when.window() for name, when in conditions.items()}
 
     def judge(self, name: str, row: Row) -> Found:
-        """Judges a step's metrics against earlier steps."""
+        """Tests the condition `name` on a step's metrics, given the values of earlier steps."""
         return self._conditions[name].judge(row, self.windows[name])
 
     def remember(self, row: Row) -> None:

@@ -1,7 +1,7 @@
 """Formats the most important results and settings of a run as text.
 
-Reads a `RunRecord`. The head of the report shows the figures, as cards for one run and as columns
-for several runs. The terminal shows the figures when a run has finished.
+Reads a `RunRecord`. The report's first screen shows the results as cards for one run, or as table
+columns for several runs. The terminal shows the results as lines of text when a run has finished.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NOT_OPTIMISED = "training optimises sampled responses, not this"
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a run, with a label, a value, a note for comparison, and a tone that marks good
-    or bad news.
+    """One result of a run as text: a label, a value, a note to compare the value with, and a tone
+    that marks good or bad news.
 
-    first: whether this figure is among the few figures that show whether the run worked.
+    `first`: true for the few figures that show at a glance whether the run worked.
     """
 
     label: str
@@ -45,8 +45,8 @@ class Figure:
 
 
 def verdict(run: RunRecord) -> list[Figure]:
-    """Returns the figures of a run, with the most important figures first. Leaves out figures that
-    do not apply to the run's method."""
+    """Returns the figures of a run, most important first. Leaves out figures that do not apply to
+    the run's method."""
     s = summary(run.metrics)
     if run.supervised:
         return [*_losses(s), *_course(run, s)]
@@ -67,7 +67,7 @@ def verdict(run: RunRecord) -> list[Figure]:
 
 
 def _losses(s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures of supervised fine-tuning."""
+    """Returns the figures on loss and entropy of a supervised fine-tuning run."""
     before = f"nats a token; first {RECENT} steps {short(s['loss_first'])}"
     found = [Figure(f"Loss, last {RECENT} steps", short(s["loss_last"]), before, first=True)]
     if s["heldout_loss"] is not None:
@@ -77,7 +77,7 @@ def _losses(s: dict[str, float | None]) -> list[Figure]:
 
 
 def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures of steps, time and memory."""
+    """Returns the figures on steps, time, throughput and memory."""
     figures = []
     planned = run.setting("run.steps")
     done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"
@@ -93,7 +93,7 @@ def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
 
 
 def _agreement(s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures that show how far policy and sampler differed."""
+    """Returns the figures on the largest log-prob differences in the run."""
     return [
         Figure(
             "Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"
@@ -107,7 +107,7 @@ def _agreement(s: dict[str, float | None]) -> list[Figure]:
 
 
 def outline(run: RunRecord) -> str:
-    """Returns method, model and batch in one line."""
+    """Describes the method, the model and the batch size in one line."""
     prompts, samples = run.setting("batch.prompts"), run.setting("batch.samples_per_prompt")
     if run.supervised:
         return " · ".join(
@@ -119,7 +119,8 @@ def outline(run: RunRecord) -> str:
 
 def started(run: RunRecord) -> str:
     """Describes the date, host and commit of each start of the run. Consecutive starts with the
-    same host and commit are merged. Returns "" if the run's release did not record the starts."""
+    same host and commit are merged. Returns "" if the run was made by an old release that did not
+    record starts."""
     said: list[str] = []
     for place, starts in itertools.groupby(run.starts, _place):
         first, *others = starts
@@ -144,7 +145,7 @@ def _date(start: dict[str, Any]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Formats a duration in its two largest units."""
+    """Formats a duration in its two largest units, such as 3 h 20 min."""
     if seconds is None:
         return "–"
     if seconds < 60:
@@ -191,8 +192,8 @@ def _reward(s: dict[str, float | None]) -> Figure:
 
 
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
-    """Returns the results on one task. A fall of the greedy result is not marked as bad news if the
-    sampled result rose."""
+    """Returns the sampled and the greedy result on one task. If the sampled result rose, a lower
+    greedy result is not marked as bad news."""
     on = run.on_task(task)
     labels = labels_of(on, task)
     sampled = _pass_at_1(on, labels[0], "pass1", "correct")
@@ -256,7 +257,7 @@ NOTE_WIDTH = 82  # characters per line of a note in the terminal
 
 
 def closing(run_dir: Path) -> str:
-    """Formats the run's figures and then the files of the run's directory, on several lines."""
+    """Formats two lists as text: the run's figures, and the files in the run directory."""
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)
     lines = []

@@ -1,8 +1,8 @@
 """Returns the meanings of metrics by name. The code that logs a metric declares the metric's
 meaning.
 
-tools/make_metric_docs.py makes `glossary.json` together with docs/metrics.md. Code that shows a
-metric therefore does not have to import all code that logs metrics.
+tools/make_metric_docs.py writes all meanings to `glossary.json` and docs/metrics.md. Code that
+shows metrics reads `glossary.json` and need not import all code that logs metrics.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def glossary() -> dict[str, Metric]:
 
 
 def explained(name: str) -> Metric | None:
-    """Returns the glossary's entry of a logged metric, or None for a user's own metric."""
+    """Returns the glossary entry for a logged metric, or None for a user's own metric."""
     tried = (name, re.sub(r"\d+$", "<n>", name), re.sub(r"(?<=_of_).+$", "<tool>", name))
     return next((found for each in tried if (found := glossary().get(each))), None)

@@ -1,8 +1,8 @@
 """Passes a run's reports to all sinks. The reports are steps, evaluations, alerts, phases and
 notes.
 
-The driver loop calls the monitor. A failing sink does not end the run and does not affect other
-sinks, unless the sink keeps the run's record.
+The driver loop calls the monitor. If a sink fails, the run and the other sinks continue. The run
+ends only if the sink that writes the run's record fails.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Monitor:
         self._stopwatch = Stopwatch(self._shown)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Adds the time spent inside this context to the phase `name` of the current step. The
-        metric is `time/<name>_s`."""
+        """Measures the time spent inside this context as the phase `name` of the current step. The
+        time is logged as `time/<name>_s`."""
         return self._stopwatch(name)
 
     def progress(self, done: int, total: int) -> None:
-        """Reports how many responses of the current phase are finished, and how many the phase
-        needs in total."""
+        """Reports how many responses of the current phase are finished, and how many responses the
+        phase needs."""
         self._tell(lambda sink: sink.progress(done, total))
 
     def note(self, text: str) -> None:
@@ -125,7 +125,7 @@ class Monitor:
         self._tell(lambda sink: sink.evaluation(record))
 
     def finish(self) -> None:
-        """Ends a run that has made all its steps."""
+        """Tells every sink that the run has made all its steps."""
         for name, sink in self._sinks.items():
             self._guarded(name, sink, lambda sink: sink.finish(self._run))
 
@@ -151,8 +151,8 @@ class Monitor:
             self._tell(lambda sink: sink.end_phase(phase))
 
     def _begin(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
-        """Starts a sink. Every error ends the run, because nothing has been spent yet and the user
-        can fix the sink first."""
+        """Starts a sink. If a sink cannot start, the run ends, because no training time is lost yet
+        and the user can fix the sink."""
         self._open[name] = sink
         try:
             call(sink)
@@ -194,7 +194,7 @@ class Monitor:
                 ) from error
 
     def _warn_once(self, name: str, text: str) -> None:
-        """Prints a warning about a failing sink or metric, once per name."""
+        """Prints a warning about a failing sink or metric, but only once for each name."""
         if name in self._failed:
             return
         self._failed.add(name)

@@ -1,5 +1,5 @@
-"""Computes a user's own metrics with functions of a step's batch. The YAML configuration names
-these functions. docs/howto/metric.md shows an example."""
+"""Computes a user's own metrics by calling the user's functions on a step's batch. The YAML
+configuration names the functions. docs/howto/metric.md shows an example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ WHERE = "observability.metrics"
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
-    """Loads the functions with these dotted paths or `file.py:function` names.
+    """Loads the functions in `names`. Each name is a dotted path or has the form
+    `file.py:function`.
 
     Raises:
         ConfigError: a function does not exist or is not callable.
@@ -31,7 +32,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
 def measure(
     function: OwnMetric, batch: RolloutBatch, taken: Mapping[str, float]
 ) -> dict[str, float]:
-    """Computes a user's metrics for a batch, and checks their names.
+    """Computes a user's metrics for a batch, and checks the names of these metrics.
 
     Args:
         taken: the step's other metrics.

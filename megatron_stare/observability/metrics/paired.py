@@ -1,7 +1,7 @@
-"""Computes the statistics of a run that a report shows.
+"""Computes the statistics that the report shows about a run.
 
 Uses the rows of metrics.jsonl that `run_files.read_metrics` returns, and the results per problem in
-eval.jsonl. The figures at the head of the report show these statistics. The code is plain Python
+eval.jsonl. The report's first screen shows the statistics as figures. The code is plain Python
 without arrays.
 """
 
@@ -28,15 +28,15 @@ def paired_interval(
     *,
     problems: Sequence[int] | None = None,
 ) -> tuple[float, float, float]:
-    """Returns the mean of after - before over prompts, with Student's confidence interval over
-    problems. `before` and `after` contain results of the same prompts.
+    """Returns the mean of `after` - `before` over prompts, and Student's confidence interval of
+    this mean. `before` and `after` contain results of the same prompts in the same order.
 
     Let d be the mean and s the sample standard deviation (divisor n - 1) of d_i = after_i -
     before_i. Let t be the (1 + level)/2 quantile of Student's distribution with n - 1 degrees of
     freedom. The interval is d ± t s / √n. Pairing removes the spread between easy and hard
     problems, which is most of the variance. The interval is too narrow if there are fewer than
-    about 30 problems and most d_i are equal. If all d_i are equal, the interval's width is 0, which
-    implies nothing about unseen problems.
+    about 30 problems and most d_i are equal. If all d_i are equal, the interval has width 0, but
+    this says nothing about unseen problems.
 
     Several prompts of one problem are not independent. If a problem has several prompts, n is the
     effective number of problems, and the interval's half width is t √v. Here v is the variance of
@@ -70,8 +70,8 @@ def paired_interval(
 def compared(
     before: Mapping[str, Any], after: Mapping[str, Any], results: str
 ) -> tuple[float, float, float] | str:
-    """Compares two evaluations by their results per problem. Returns the `paired_interval` of the
-    results, or the reason why there is no interval.
+    """Compares two evaluations problem by problem. Returns the `paired_interval` of the
+    evaluations' results, or a text that says why there is no interval.
 
     Args:
         results: the key of the results, "correct" or "greedy_correct".
@@ -88,24 +88,24 @@ def compared(
 def summary(
     metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3
 ) -> dict[str, float | None]:
-    """Returns the figures of one run. A figure is None if its metric was never logged or never
-    finite.
+    """Returns the statistics of one run by name. A statistic is None if its metric was never logged
+    or never finite.
 
-    steps, last_step             number of steps, and number of the last step
-    wall_s, step_s               sum and mean of the step times, s
-    tokens_per_s                 mean
-    entropy_last_share           mean entropy over the last `last_share` of the steps, nats
-    entropy_target, _ratio       mean target over the same steps, and entropy over target
-    in_band_share                share of the same steps whose entropy is within BAND of the target
-    entropy_last, reward_last    means of the last RECENT steps
-    reward_first                 mean of the first RECENT steps
-    loss_first, loss_last        mean losses of the first and the last RECENT steps
-    heldout_loss                 the last loss on held-out conversations, nats
-    entropy_first                mean of the first RECENT steps, nats
-    gate_on_share                share of the steps with the gate on, of those that logged the gate
-    gate_on_last_share           the same for the last `last_share` of the steps
-    peak_memory_gb, max_abs_log_ratio, logprob_diff_max     largest of the run
-    reward_failures              sum of timeouts and crashes
+        steps, last_step           number of steps, and number of the last step
+        wall_s, step_s             sum and mean of the step times, s
+        tokens_per_s               mean
+        entropy_last_share         mean entropy over the last `last_share` of the steps, nats
+        entropy_target, _ratio     mean target over the same steps, and entropy over target
+        in_band_share              share of the same steps with entropy within BAND of the target
+        entropy_last, reward_last  means of the last RECENT steps
+        reward_first               mean of the first RECENT steps
+        loss_first, loss_last      mean losses of the first and the last RECENT steps
+        heldout_loss               the last loss on held-out conversations, nats
+        entropy_first              mean of the first RECENT steps, nats
+        gate_on_share              share of steps with the gate on, of those that logged the gate
+        gate_on_last_share         the same for the last `last_share` of the steps
+        peak_memory_gb, max_abs_log_ratio, logprob_diff_max  largest of the run
+        reward_failures            sum of timeouts and crashes
     """
     tail = metrics[-max(1, math.ceil(len(metrics) * last_share)) :]
     recent, first = metrics[-RECENT:], metrics[:RECENT]
@@ -144,9 +144,10 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Returns True if entropy was held at its target. In the last third of the steps, the mean
-    entropy and at least a share HELD_SHARE of the single steps' entropies must be within BAND of
-    the target. The mean entropy of the last RECENT steps must be within BAND of the target too.
+    """Returns True if entropy was held at its target. The mean entropy of the last third of the
+    steps must be within BAND of the target. In the last third, at least a share HELD_SHARE of the
+    steps must have an entropy within BAND of the target. The mean entropy of the last RECENT steps
+    must be within BAND of the target too.
 
     Args:
         figures: a `summary`.
@@ -166,11 +167,11 @@ def on_target(figures: Mapping[str, float | None]) -> bool | None:
 class ForecastFit:
     """Agreement between forecasts and measurements of the same steps.
 
-    scale: slope of the least-squares line through the origin that predicts the measurement from the
-        forecast.
-    correlation: Pearson's correlation, or NaN if the forecasts or the measurements do not vary.
-    same_sign: share of the steps in which forecast and measurement have the same sign.
-    points: number of steps compared.
+    `scale`: slope of the least-squares line through the origin that predicts measurements from
+        forecasts.
+    `correlation`: Pearson's correlation, or NaN if the forecasts or the measurements do not vary.
+    `same_sign`: share of the steps in which forecast and measurement have the same sign.
+    `points`: number of steps compared.
     """
 
     scale: float
@@ -180,8 +181,8 @@ class ForecastFit:
 
 
 def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
-    """Fits measurements to forecasts over the steps that have both. Returns None if there are no
-    such steps, or if every forecast is 0."""
+    """Compares forecasts with measurements of the same steps. Returns None if no steps are given,
+    or if every forecast is 0."""
     squares = sum(f * f for f in forecast)
     if not squares:
         return None

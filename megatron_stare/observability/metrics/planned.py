@@ -1,5 +1,5 @@
-"""Compares the predictions and the measurements in a run's metrics, for `status` and the report.
-Needs no torch."""
+"""Compares predicted with measured values in a run's metrics, for the command `status` and the
+report. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Planned:
-    """A predicted and a measured value of a metric. For seconds and tokens, the measured value is
-    the median over steps, without the first steps. For memory, the measured value is the maximum
-    over steps."""
+    """Predicted and measured value of a metric. For times and lengths, the measured value is the
+    median over the steps after the first WARM_UP steps. For memory, the measured value is the
+    maximum over all steps."""
 
     name: str
     unit: str

@@ -1,7 +1,8 @@
-"""Computes metrics of how often responses reflect on themselves. One metric counts the words that
-the configuration lists. Other metrics show how many of a method's selected tokens belong to words
-of the STARE paper's six categories. The functions are pure. The results of these functions are
-metrics of a step and therefore part of the report."""
+"""Computes metrics that show how often responses reflect on their own reasoning. One metric counts
+the words that the configuration lists. For each of the STARE paper's six categories of words, other
+metrics show which share of a method's selected tokens belongs to words of the category. The
+functions are pure. The results are logged as metrics of a step and therefore appear in the
+report."""
 
 from __future__ import annotations
 
@@ -63,9 +64,9 @@ def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
     words. `reflection/selected_<category>` is the share among the selected tokens, and
     `reflection/all_<category>` is the share among all tokens that carry loss.
 
-    Words are found by the rules of records/words.py. A token belongs to a word if any of the word's
-    characters are in the token. Only samples with recorded token numbers (`Trajectory.numbers`)
-    count. Returns {} if no token is selected.
+    The rules of records/words.py determine which words are found. A token belongs to a word if the
+    token contains any of the word's characters. Samples without recorded values per token
+    (`Trajectory.numbers`) are ignored. Returns {} if no token is selected.
     """
     selected, everything = Counter[str](), Counter[str]()
     for sample in samples:

@@ -1,8 +1,8 @@
-"""Computes, from the samples of one step, signs that a policy earns its reward by other means than
-reasoning.
+"""Computes signs of reward hacking from the samples of one step. Reward hacking means that the
+policy earns reward without the intended reasoning.
 
-The functions are pure. The results of these functions are metrics of the step and therefore part of
-the report. No single sign proves anything. docs/diagnostics.md explains how to read each sign.
+The functions are pure. The results are logged as metrics of the step and therefore appear in the
+report. No single sign proves anything. docs/diagnostics.md explains how to read each sign.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ FEW_TOKENS = 8  # "The answer is" and a box fit; a line of calculation does not
 
 
 def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the `signal/*` metrics of a step. All metrics except `signal/repetition` use only
-    samples that have a verdict.
+    """Returns the `signal/*` metrics of a step. All metrics except `signal/repetition` use only the
+    samples that the verifier has judged.
 
-    Metrics about the answer's position are missing if the verifier does not report the position.
+    If the verifier does not report where the answer is, `signal/format` and `signal/no_reasoning`
+    are missing.
     """
     verified = [s for s in samples if s.judged]
     right, wrong = [s for s in verified if is_right(s)], [s for s in verified if not is_right(s)]
@@ -88,7 +89,7 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def is_right(sample: Trajectory) -> bool:
-    """Returns True if the reward is above one half. The evaluation uses this threshold too."""
+    """Returns True if the reward is above one half. Evaluation uses the same threshold."""
     return (sample.reward or 0.0) > 0.5
 
 
@@ -98,8 +99,8 @@ def has_answer(sample: Trajectory) -> bool:
 
 
 def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
-    """Returns Pearson's correlation of length in tokens and reward, or NaN if all lengths or all
-    rewards are equal."""
+    """Returns Pearson's correlation between response length in tokens and reward, or NaN if all
+    lengths or all rewards are equal."""
     try:
         return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
     except StatisticsError:  # fewer than two, or no spread
@@ -108,11 +109,11 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     """Returns the share of n-grams of token ids that occurred earlier in the same response, or NaN
-    if there are no n-grams. `responses` contains a tensor [.] of token ids for each response.
+    if there are no n-grams. For each response, `responses` contains a tensor [.] of token ids.
 
-    Each n-gram becomes one int64 number in a base that is the largest token id plus 1. The first
-    digit of this number is the index of the response, and the other digits are the token ids. numpy
-    sorts the int64 numbers because torch would take ten times as long.
+    Each n-gram is encoded as one int64 number, whose base is the largest token id plus 1. The first
+    digit of the number is the index of the response, and the other digits are the token ids.
+    Sorting the numbers uses numpy, because torch would take ten times as long.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)
@@ -137,9 +138,8 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
 
 def tokens_before_answer(sample: Trajectory) -> float:
-    """Returns an estimate of the number of sampled tokens before the answer. The estimate is the
-    number of all sampled tokens, multiplied by the share of the response's text that precedes the
-    answer.
+    """Estimates how many sampled tokens precede the answer. The estimate is the number of all
+    sampled tokens, multiplied by the share of the response's text before the answer.
 
     The sample must have an answer.
     """

@@ -1,10 +1,9 @@
-"""Defines the rules for a run's metrics in one table, RULES, and the alerts that follow from these
-rules.
+"""Defines the rules for a run's metrics in one table, RULES, and derives alerts from the rules.
 
 `Watch` determines when alerts begin and end. The monitor uses `Watch` during a run. The command
-`status` uses `Watch` too, on a run's logged metrics alone. Some rules may end a run or roll a run
-back. The driver applies such rules, with the run's settings, before a step is done
-(driver/guards.py and driver/agreement_watch.py).
+`status` applies `Watch` to a run's logged metrics. Some rules can end a run, or roll it back to a
+checkpoint. Before the driver completes a step, it applies the rules that can end or roll back a
+run, with the run's settings (driver/guards.py and driver/agreement_watch.py).
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ QUIET_STEPS = 5
 
 
 class _Numbers(dict[str, float | str]):
-    """Values of a text's placeholders, keyed by name. A missing value is NaN."""
+    """Values for the placeholders in a rule's text, keyed by placeholder. A missing value is
+    NaN."""
 
     def __missing__(self, name: str) -> float:
         return math.nan
@@ -66,23 +66,22 @@ Text = str | Callable[[Row], str]
 class Rule:
     """A row of the table.
 
-    name: name of the rule's alert, in words that stay true while values change.
-    when: the rule's condition.
-    alert: text of the rule's alert, or "" for no alert. Names in braces are metrics of the step or
-        measured values.
-    error: text of the error that ends the run, or "" if the rule does not end the run. If a rule
-        has both an alert and an error, the setting `action` chooses between the alert and the
-        error.
-    metrics: metrics that show the problem most directly, or () for the metrics of the condition. An
-        alert reports the metric with the largest value.
-    guard: name of the rule's settings in the section `guards`, or "" if this section has no
-    settings for the rule.
-    flag: metric that is 1 in the steps in which the condition was true. The driver evaluates the
-        rule's condition and logs the flag. Other code reads the flag instead of evaluating the
-        condition.
-    dtype: dtype of the trained models to which the rule applies, or "" if the rule applies to
-        models of all dtypes.
-    sampled: True if the rule applies only to runs that sample their responses.
+    `name`: name of the rule's alert, which contains no measured values.
+    `when`: the rule's condition.
+    `alert`: text of the rule's alert, or "" for no alert. A name in braces stands for a metric of
+        the step or for a measured value.
+    `error`: text of the error that ends the run, or "" if the rule does not end the run. If a rule
+        has both an alert and an error, the setting `action` determines which of the two applies.
+    `metrics`: metrics that show the problem most directly, or () for the metrics of the condition.
+        Of these metrics, an alert reports the one with the largest value.
+    `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
+        settings for the rule.
+    `flag`: metric that is 1 in every step in which the condition held. The driver tests the rule's
+        condition and logs the flag. Other code reads the flag and does not test the condition
+        again.
+    `dtype`: dtype that the trained model must have for the rule to apply, or "" if any dtype will
+        do.
+    `sampled`: True if the rule applies only to runs that sample their responses.
     """
 
     name: str
@@ -101,11 +100,12 @@ class Rule:
 
     @property
     def setting(self) -> str:
-        """The setting that changes the rule for a run, or "" if there is no such setting."""
+        """Name of the setting that changes the rule for a run, or "" if no setting changes the
+        rule."""
         return f"{GUARDS}.{self.guard}" if self.guard else getattr(self.when, "setting", "")
 
     def given(self, **settings: Any) -> Condition:
-        """Returns the rule's condition with a run's settings instead of the values in the table."""
+        """Returns the rule's condition, with a run's settings in place of the table's values."""
         return replace(self.when, **settings)
 
     @property
@@ -263,7 +263,7 @@ RULES = {rule.name: rule for rule in _TABLE}
 
 
 class Watch:
-    """Follows a run by the metrics of its steps, and determines when alerts begin and end.
+    """Determines from the metrics of a run's steps when alerts begin and end.
 
     Args:
         dtype: dtype of the trained model. The dtype determines how closely engine and trainer
@@ -304,13 +304,12 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Adds the earlier steps of a resumed run to the windows, without alerts about these
-        steps."""
+        """Adds the earlier steps of a resumed run to the windows. These steps raise no alerts."""
         for row in rows:
             self._judge.remember(row)
 
 
 def _as_logged(rule: Rule) -> Condition:
-    """Returns a condition that tests this rule on a run's logged metrics. For a rule with a flag,
-    the condition holds if the flag is 1."""
+    """Returns the condition that decides, from a run's logged metrics, whether this rule applies.
+    For a rule with a flag, the condition holds if the flag is 1."""
     return Equal((rule.flag,), 1.0) if rule.flag else rule.when

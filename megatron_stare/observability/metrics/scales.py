@@ -1,5 +1,5 @@
-"""Prepares numbers for charts with round tick marks, short labels, smoothing, and thinning of long
-series.
+"""Prepares numbers for charts: chooses round tick marks, formats short labels, smooths series, and
+thins long series.
 
 `report/charts.py` and `figures.py` use this module. The module does not depend on SVG or HTML.
 """
@@ -15,8 +15,8 @@ Points = list[tuple[float, float]]  # (step, value); a NaN value is a gap in the
 
 
 def nice_ticks(low: float, high: float, count: int = 5, integer: bool = False) -> list[float]:
-    """Returns about `count` tick marks that enclose [low, high]. The tick marks are at multiples of
-    1, 2 or 5 times a power of ten."""
+    """Returns about `count` tick marks that cover the range from `low` to `high`. The distance
+    between tick marks is 1, 2 or 5 times a power of ten."""
     if high <= low:
         pad = abs(low) * 0.1 or 0.5
         low, high = low - pad, high + pad
@@ -60,7 +60,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     """Smooths a series with a Gaussian kernel whose standard deviation is a sixtieth of the series'
     length. A missing value stays missing and does not lower the smoothed values beside it.
 
-    The kernel is centred. A trailing average would show every change of direction too late.
+    The kernel is centred, because a trailing average would show every change of direction too late.
     """
     x = np.asarray(values, dtype=float)
     sigma = max(1.0, len(x) / 60)
@@ -74,9 +74,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(points: Points, limit: int = 700) -> Points:
-    """Reduces a series to about `limit` points with the same outline. From every bucket of points,
-    three points are kept: the lowest point, the highest point and the first point without a finite
-    value."""
+    """Reduces a series to about `limit` points with the same outline. Of each bucket of consecutive
+    points, at most three are kept: the lowest point, the highest point and the first point without
+    a finite value."""
     if len(points) <= limit:
         return points
     size = math.ceil(2 * len(points) / limit)
@@ -93,7 +93,7 @@ def thin(points: Points, limit: int = 700) -> Points:
 
 
 def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns the intervals in which a 0/1 series is on, as (from, to) in steps. Each interval
+    """Returns the intervals of steps in which a 0/1 series is 1, as (from, to). Each interval
     extends half a step beyond its first and its last step."""
     found: list[tuple[float, float]] = []
     for step, value in zip(steps, values, strict=True):

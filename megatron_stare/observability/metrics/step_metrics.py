@@ -1,5 +1,5 @@
-"""Computes a step's metrics. The trainer provides its own metrics, and the driver adds metrics of
-rewards, responses, time and memory."""
+"""Computes a step's metrics. Metrics of rewards, responses, time and memory are added to the
+metrics that the trainer reports."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 
 
 class Stopwatch:
-    """Times the phases of one step, and shows each phase while the phase runs.
+    """Measures the time of each phase of a step, and shows the current phase on the display.
 
     Args:
         shown: function that shows a phase on the display, given the name of the phase.
@@ -240,7 +240,7 @@ def reward_metrics(batch: RolloutBatch, samples: Sequence[Trajectory]) -> dict[s
 
 
 def tool_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of tools if any response has called a tool or has several turns.
+    """Returns the metrics of tool use if any response has called a tool or has several turns.
     Otherwise returns {}."""
     calls = [call for sample in samples for call in sample.calls]
     if not calls and all(sample.turns == 1 for sample in samples):
@@ -268,8 +268,8 @@ def tool_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def degenerate_share(batch: RolloutBatch) -> float:
-    """Returns the share of prompt groups whose rewards are all equal. Such groups give no learning
-    signal."""
+    """Returns the share of prompt groups in which all rewards are equal. A group with equal rewards
+    gives no learning signal."""
     groups = int(batch.groups.max()) + 1
     rewards, of = batch.rewards[batch.verified], batch.groups[batch.verified]
     least = rewards.new_full((groups,), torch.inf).scatter_reduce_(0, of, rewards, "amin")

@@ -1,8 +1,8 @@
 """Draws line charts over training steps as inline SVG.
 
 Turns metric series of one or more runs into pictures for `page.html.jinja`. Colours are CSS classes
-(c0, c1, ...), so the page's light and dark palettes apply. The page shows a chart's numbers at the
-mouse pointer. These numbers are attached to the chart as JSON.
+(c0, c1, ...), so the page's light and dark palettes apply. Each chart carries, as JSON, the numbers
+that the page shows at the mouse pointer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOVER_POINTS = 400  # positions at which the pointer can stop
 @dataclass(frozen=True)
 class Line:
     """One line of a chart, usually the series of one run. `colour` is the index of the run's
-    colour. For a line that represents no run, `kind` is the CSS class of the line."""
+    colour. If a line belongs to no run, `kind` is the line's CSS class."""
 
     label: str
     colour: int
@@ -53,8 +53,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart to draw. The lines in `targets` are dashed. If `band` is not 0, a band extends `band`
-    times the target above and below each target."""
+    """A chart to draw. The lines in `targets` are dashed. If `band` is not 0, the range from 1 -
+    `band` to 1 + `band` times each target is shaded."""
 
     title: str
     unit: str
@@ -72,8 +72,7 @@ class Chart:
 
     @property
     def flat(self) -> str | None:
-        """The constant value of a chart that never changes, or None if the chart changes or has
-        nothing to show."""
+        """The constant value of a chart whose values are all equal, or None for any other chart."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
         ]
@@ -160,8 +159,8 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
 
 
 def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
-    """Marks the places where lines leave the plot, and returns a description of the values outside
-    the plot."""
+    """Marks the places where lines leave the plot, and returns a text about the values outside the
+    plot."""
     low, high = frame.y_ticks[0], frame.y_ticks[-1]
     said = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""Compares runs with the first run by paired tests of figures, and lists the settings that differ.
+"""Compares every other run with the first run by paired tests, and lists the settings that differ.
 
 Turns `RunRecord`s into columns of the report.
 """
@@ -23,8 +23,8 @@ _BY_STEP = (
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
-    """Compares the figures of `run` with the figures of `first`. Returns the differences by the
-    figures' labels. A difference is the value of `run` minus the value of `first`."""
+    """Compares the figures of `run` with the figures of `first`. Returns the differences, keyed by
+    the label of the figure. A difference is the value of `run` minus the value of `first`."""
     found: dict[str, Figure] = {}
     for task in first.tasks:
         one, two = first.on_task(task), run.on_task(task)
@@ -42,9 +42,9 @@ def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
 
 
 def outcome(first: RunRecord, run: RunRecord) -> str:
-    """Returns a sentence that compares `run` with the first run in the sampled result and in
-    entropy. If the two runs have no common sampled result, the sentence compares entropy and
-    reward."""
+    """Returns a sentence that compares the sampled result and the entropy of `run` with those of
+    the first run. If one of the two runs has no sampled result, the sentence compares entropy and
+    reward instead."""
     found, task = against(first, run), first.tasks[0]
     label = labels_of(first.on_task(task), task)[0]
     name = label.partition(", ")[0]
@@ -84,8 +84,8 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
 
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
-    """Compares a metric over the last third of the common steps. Neighbouring steps are not
-    independent, so each block of RECENT steps counts as one observation."""
+    """Compares a metric over the last third of the steps that both runs have. Neighbouring steps
+    are not independent, so each block of RECENT steps is treated as one observation."""
     pair = _over_steps(first, run, key)
     if pair is None:
         return None
@@ -101,8 +101,8 @@ def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | No
 
 @dataclass(frozen=True)
 class _Pair:
-    """Difference of a metric between `run` and the first run over the last third of their common
-    steps.
+    """Difference of a metric between `run` and the first run, over the last third of the steps that
+    both runs have.
 
     Holds the mean and the interval of the difference, the means of both runs, and the number of
     steps.
@@ -142,9 +142,10 @@ def _tone(low: float, high: float) -> Tone:
 
 
 def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[str | None]]], str]:
-    """Returns a row for each setting that differs from the defaults or between the runs, and a
-    sentence about these rows. A row contains the setting's name and the setting's value in every
-    run. If the defaults are not known, there is a row for every setting."""
+    """Returns a table of settings, and a sentence that says which settings are in the table. The
+    table has a row for each setting that differs from its default or between the runs. A row
+    contains the setting's name and the setting's value in every run. If the defaults are not known,
+    there is a row for every setting."""
     trees = [_flat(run.config) for run in runs]
     defaults = [_defaults(run.config) for run in runs]
     known = all(default is not None for default in defaults)

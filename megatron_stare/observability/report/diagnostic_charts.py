@@ -1,4 +1,4 @@
-"""Builds the report's charts of the entropy forecast and of signs of reward hacking.
+"""Builds the report's charts about the entropy forecast and about signs of reward hacking.
 docs/diagnostics.md explains these charts.
 
 Turns metric series of one or more runs into charts for `page.py`. Skips metrics that no run
@@ -73,7 +73,7 @@ class Part:
 
 
 def parts(runs: Sequence[RunRecord]) -> list[Part]:
-    """Returns the parts of the page that have data."""
+    """Returns the parts of the report for which the runs have data."""
     found = [
         Part(
             "Entropy forecast",
@@ -180,8 +180,8 @@ def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
 
 
 def selection(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Returns charts of STARE's selection thresholds and of the numbers of selected tokens, for
-    every run that selects tokens."""
+    """Returns two charts for each run that selects tokens: the thresholds of STARE's selection, and
+    the number of selected tokens."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -309,14 +309,14 @@ def _recorded(charts: Sequence[Chart]) -> list[Chart]:
 
 @dataclass(frozen=True)
 class TokenNorms:
-    """A table, as text, of the mean norm of a token's gradient. The table is divided by ranges of
-    the token's probability and by ranges of the token's entropy.
+    """Table of the mean gradient norms of tokens, with all cells formatted as text. The table's
+    rows are ranges of a token's probability, and its columns are ranges of a token's entropy.
 
-    columns: ranges of entropy.
-    rows: one row per range of probability. A row contains the range of probability, the bound
+    `columns`: ranges of entropy.
+    `rows`: one row per range of probability. A row contains the range of probability, the bound
         sqrt(2 - 2 p), and one cell per range of entropy. In the bound, p is the lower end of the
-        range of probability. A cell contains the mean norm and the share of the tokens; a cell
-        without tokens is None.
+        range of probability. A cell contains the mean norm of its tokens and their share of all
+        tokens. A cell without tokens is None.
     """
 
     step: int

@@ -1,7 +1,8 @@
-"""Writes the text of the report's first screen: a sentence that summarises a run, remarks and
-problems.
+"""Writes the text of the report's first screen: remarks, problems, and a sentence that summarises a
+run.
 
-Reads a `RunRecord`. Every number in the text is also among the figures below the text.
+Reads a `RunRecord`. Every number in the text also appears in the figures that the report shows
+below the text.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Headline:
-    """The text of the report's first screen: a sentence about the run with the sampled result, a
-    sentence about the greedy result for comparison, and remarks that explain the two results."""
+    """Text of the report's first screen. `sentence` summarises the run and its sampled result.
+    `greedy` states the greedy result for comparison. `remarks` are further explanations."""
 
     sentence: str
     greedy: str = ""
@@ -71,7 +72,7 @@ def headline(run: RunRecord) -> Headline:
 
 @dataclass(frozen=True)
 class Problem:
-    """An alert of the run's own rules, over all steps in which the alert was active."""
+    """One alert of a run, summarised over all steps in which the alert was active."""
 
     name: str
     when: str
@@ -104,9 +105,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Describes pairs of runs with the same entropy and reward in all common steps or in the first
-    common steps. Gives a possible reason. In these steps, the lines of the two runs coincide in the
-    charts."""
+    """Describes each pair of runs that have equal entropy and reward in the first steps, and says
+    for how many steps. Gives a possible reason. The lines of two runs coincide in the charts as
+    long as their values are equal."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -161,8 +162,8 @@ class _Change:
 
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
-    """Returns the change over training from the run's evaluations on one task, or None if an
-    evaluation is missing."""
+    """Returns the change of a result from the evaluation before training to the evaluation after
+    training, or None if one of the two evaluations is missing."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
         return None

@@ -3,7 +3,8 @@
 Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
 report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
 module prepares the content. `page.html.jinja` shows the content as a first screen, followed by
-parts that a reader can unfold. In a browser without JavaScript, only the token view is missing.
+parts that a reader can unfold. Without JavaScript, a browser shows everything except the token
+view.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Writes the report of one run, or of several runs overlaid in the same charts.
+    """Writes the report of one run, or of several runs, whose lines are overlaid in the same
+    charts.
 
     Returns:
         `out`.
@@ -289,9 +291,9 @@ class Part:
 
 
 def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
-    """Returns one row per phase, in the order of a step. A row contains the phase's name, and one
-    entry per run: a `Part`, or None if the run lacks the phase. Returns [] if no run has
-    timings."""
+    """Returns one row per phase, in the order in which a step goes through the phases. A row
+    contains the phase's name, and one entry per run: a `Part`, or None if the run lacks the phase.
+    Returns [] if no run has timings."""
     columns = [_phases(run) for run in runs]
     names = dict.fromkeys(name for name in _ORDER if any(name in column for column in columns))
     names |= dict.fromkeys(name for column in columns for name in column if name != REST)
@@ -301,8 +303,8 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Part]:
-    """Returns the `Part` of every phase of a run. The first step includes warm-up. The averages
-    therefore leave out the first step, unless the run has no other step."""
+    """Returns the `Part` of every phase of a run. The averages leave out the first step, which
+    includes warm-up, unless the run has no other step."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:

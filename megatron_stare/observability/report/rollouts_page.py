@@ -3,12 +3,13 @@ responses, and shows a response token by token.
 
 Turns rollouts/, eval.jsonl, metrics.jsonl and config.yaml of a run directory into rollouts.html.
 For two run directories, rollouts.html shows the runs side by side. Like the report, rollouts.html
-loads no other file. The page and the report show a response in the same token view
-(`token_view.*`).
+loads no other file. The page and the report use the same token view (`token_view.*`) to show a
+response.
 
-The page contains the list of responses, and packed blocks of texts and token numbers. The page
-unpacks a block only when the page needs the block. A block is gzipped JSON in base64 with at most
-BLOCK responses. These blocks let a page with tens of thousands of responses open quickly.
+The page contains the list of responses, and packed blocks with the texts and with the values per
+token. A block is unpacked only when a reader opens or searches its responses. A block is gzipped
+JSON in base64 with at most BLOCK responses. Because of the blocks, a page with tens of thousands of
+responses opens quickly.
 """
 
 from __future__ import annotations
@@ -102,16 +103,17 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
 class Stored:
     """The responses of one run.
 
-    rows: columns of the list of responses, by name. The columns `prompt` and `task` contain indices
-        into `prompts` and `tasks`. The column `at` contains [index of the response's block in
-        `texts`, place of the response in the block]. The column `numbers` contains the index of the
-        response's block in `numbers`, or -1 if the page has no token numbers of the response.
-    keys: one tuple (task, prompt, step, sample) per row. The function `pairs` uses these tuples to
+    `rows`: columns of the list of responses, by name. The columns `prompt` and `task` contain
+        indices into `prompts` and `tasks`. The column `at` contains [index of the response's block
+        in `texts`, place of the response in the block]. The column `numbers` contains the index of
+        the response's block in `numbers`, or -1 if the page has no values per token for the
+        response.
+    `keys`: one tuple (task, prompt, step, sample) per row. The function `pairs` uses the tuples to
         find the matching response of another run.
-    texts, numbers: blocks of response texts, and blocks of token numbers.
-    reasons: the reasons why tokens were selected, by step.
-    left_out: number of responses that do not fit into the page, and number of responses whose token
-        numbers do not fit.
+    `texts`, `numbers`: blocks of response texts, and blocks of values per token.
+    `reasons`: the reasons why tokens were selected, by step.
+    `left_out`: number of responses that do not fit into the page, and number of responses whose
+        values per token do not fit.
     """
 
     name: str
@@ -139,9 +141,9 @@ class _Block:
 def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
-    """Reads the responses of a run, oldest first. If the responses exceed the size limit of the
-    page, blocks are dropped at even intervals over the steps of the run. If the run's files are far
-    larger than the page may be, only some of the files are read.
+    """Reads a run's training responses, and then its evaluation responses, each oldest first. If
+    the responses exceed the page's size limit, blocks are dropped evenly over the steps of the run.
+    If the rollout files are far larger than the page's size limit, only some of the files are read.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -179,13 +181,13 @@ def stored_responses(
 
 
 def pairs(runs: Sequence[Stored]) -> list[list[int]]:
-    """Returns the rows of the page's list of responses. With one run, a row contains the index of a
-    response. With two runs, a row pairs two responses to the same prompt: [index in the first run,
-    index in the second run]. An index of -1 means that the run has no matching response.
+    """Returns the rows of the page's list of responses. With one run, each row contains the index
+    of one response. With two runs, a row pairs two responses to the same prompt: [index in the
+    first run, index in the second run]. An index of -1 means that the run has no matching response.
 
-    Two responses are paired first if their prompt, step and sample number are equal. The remaining
-    responses to a prompt are then paired in order. Rows follow the order of the first run. Rows
-    with responses of only the second run come last.
+    Responses with equal task, prompt, step and sample number are paired before all others. The
+    remaining responses to the same prompt are then paired in order. Rows follow the order of the
+    first run. Responses that exist only in the second run come last.
     """
     if len(runs) == 1:
         return [[place] for place in range(len(runs[0]))]

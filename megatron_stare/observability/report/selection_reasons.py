@@ -2,7 +2,7 @@
 method's settings and the logged metrics of the step.
 
 Turns config.yaml and a row of metrics.jsonl into text for the page of sampled responses. The text
-shows the logged thresholds of the step's own selection, and recomputes no threshold.
+shows the thresholds that the step logged. No threshold is recomputed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _OF_METHODS = ("stapo/", "forks/", "clip_cov/", "kl_cov/")
 class Reasons:
     """Explanations of a selection.
 
-    lines: sentences about the step.
-    sets: the reason why a token is in a set of selected tokens, by the set's letter. The field
-        `selected` of a rollout file contains these letters.
+    `lines`: sentences about the step.
+    `sets`: the reason why a token is in a set of selected tokens, keyed by the set's letter. The
+        field `selected` of a rollout file contains the letters.
     """
 
     lines: tuple[str, ...] = ()

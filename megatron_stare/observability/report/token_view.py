@@ -1,7 +1,7 @@
 """Prepares sampled responses with coloured tokens for `token_view.html.jinja` and `token_view.js`.
 
 Reads rollout files. Any page that includes the macro of `token_view.html.jinja` can show the
-prepared responses. The page shows the numbers exactly as the rollout file contains them.
+prepared responses. A page shows the values per token exactly as the rollout file contains them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class TokenView:
 
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
-    """Makes a view of the responses that have token numbers. The view contains at most MOST_TOKENS
-    tokens in total. The first response is shown even if this response alone has more tokens."""
+    """Makes a view of the responses that have recorded values per token. The view contains at most
+    MOST_TOKENS tokens in total. The first response is shown even if its own tokens exceed
+    MOST_TOKENS."""
     known = [response for response in responses if response.tokens]
     shown: list[dict[str, Any]] = []
     tokens = 0
@@ -52,10 +53,9 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
 
 
 def view_of_run(directory: Path) -> TokenView | None:
-    """Makes a view of a run's responses with token numbers, from the run's first, middle and last
-    rollout file.
+    """Makes a view of responses from the run's first, middle and last rollout file.
 
-    Returns None if no response in these files has token numbers.
+    Returns None if no response in the three files has recorded values per token.
     """
     files = rollout_files(directory / "rollouts")
     read = [

@@ -1,5 +1,5 @@
-"""Shows the run at the console, as a live panel if the terminal supports it, else as plain
-lines."""
+"""Shows the run on the console: as a live panel if the terminal supports one, and otherwise as
+plain lines."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 `Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
 is a small file in the run directory that lists what the service has received. Subclasses of
-`Service` write the file before they send a step. If the run is killed between writing and sending,
-the service lacks the step, but never has the step twice. The webhook writes the file after it posts
-the alerts of a step. If the run is killed between posting and writing, the service may receive
-these alerts twice. The file is not part of checkpoints. If a run goes back to a checkpoint, the
-service still has the data that it received.
+`Service` write the `Delivered` file before they send a step. If the run is killed between writing
+and sending, the service lacks the step, but never has the step twice. The webhook writes its
+`Delivered` file after it has posted the alerts of a step. If the run is killed between posting and
+writing, the service may receive the same alerts twice. `Delivered` files are not part of
+checkpoints. When a run goes back to a checkpoint, the service still has the data that it received.
 """
 
 from __future__ import annotations
@@ -90,12 +90,13 @@ class Background:
 class Delivered:
     """Records what a service has received.
 
-    id: the run's name in the service, a random name by default.
-    starts: number of times that the run was opened in the service.
-    step: the newest step that was sent.
-    evaluated: [step, task] of every evaluation that was sent.
-    redone: [first, last] of every range of steps that were sent before a resume and repeated after
-        the resume. For these steps, the service keeps the metrics that were sent first.
+    `id`: the run's name in the service, a random name by default.
+    `starts`: number of times that the run was opened in the service.
+    `step`: the newest step that was sent.
+    `evaluated`: [step, task] of every evaluation that was sent.
+    `redone`: [first, last] of every range of steps that were sent before a resume and repeated
+        after the resume. For the repeated steps, the service keeps the metrics from before the
+        resume.
     """
 
     file: Path
@@ -107,7 +108,7 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file. If the file does not exist, nothing was delivered yet.
+        """Reads the file. If the file does not exist, returns a record without any delivery.
 
         Raises:
             DataError: the file is damaged.
@@ -135,7 +136,7 @@ class Delivered:
         os.replace(temporary, self.file)
 
     def goes_on_after(self, step: int) -> None:
-        """Records that the run resumes after `step`. If later steps were already delivered, these
-        steps are added to `redone`, because the run repeats these steps."""
+        """Records that the run resumes after `step`. Steps after `step` that were already delivered
+        are added to `redone`, because the run repeats them."""
         if step < self.step and [step + 1, self.step] not in self.redone:
             self.redone.append([step + 1, self.step])

@@ -1,8 +1,9 @@
 """Writes the record of a run: metrics.jsonl, eval.jsonl, starts.jsonl and rollouts/ in the run
 directory.
 
-The report, a resumed run and users with `jq` read the record. A resumed run first removes all later
-steps from the record. The record then looks like the record of a run that never stopped.
+The report, a resumed run and users with `jq` read the record. A resumed run first removes from the
+record all steps after the step from which it resumes. Except for starts.jsonl, the record then
+looks as if the run had never stopped.
 """
 
 from __future__ import annotations

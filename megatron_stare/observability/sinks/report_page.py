@@ -7,7 +7,7 @@ from megatron_stare.observability.sink import RunOutline, Sink
 
 
 class ReportPage(Sink):
-    """Writes the report once, from the run's record."""
+    """Writes the report from the run's record when the run has finished."""
 
     def finish(self, run: RunOutline) -> None:
         write_report([run.dir], run.dir / "report.html")

@@ -1,9 +1,9 @@
 """Defines the base class of sinks that report to a service. No step and no evaluation is reported
 twice, even if the run or the service fails.
 
-The monitor calls the sink. The sinks of W&B and MLflow implement the calls to their services. These
-calls run on a separate thread. A resumed run sends the recorded steps and evaluations that are not
-yet delivered.
+The monitor calls the sink. The sinks of W&B and MLflow implement the calls to their services. The
+calls to a service run on a separate thread. A resumed run sends the recorded steps and evaluations
+that are not yet delivered.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def need(package: str, sink: str) -> None:
 
 
 class Service(Sink):
-    """Implements the parts that are common to all services.
+    """Implements the behaviour that the sinks of all services share.
 
-    name: name of the sink. package: import name of the package that the sink needs.
+    `name`: name of the sink.
+    `package`: import name of the package that the sink needs.
     """
 
     name: ClassVar[str]
@@ -48,8 +49,8 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Removes the entries from `delivered` that the service turns out not to have received. A
-        resumed run calls `look` before it continues."""
+        """Removes from `delivered` all entries that the service did not receive. A resumed run
+        calls `look` before it continues."""
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:
@@ -92,7 +93,7 @@ class Service(Sink):
                 )
 
     def abandon(self) -> None:
-        """Stops the processes of a hanging service that would keep this process alive."""
+        """Kills processes of a hanging service that would otherwise keep this process alive."""
 
     def _begin(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         self._finished = False

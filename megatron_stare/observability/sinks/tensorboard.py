@@ -61,11 +61,12 @@ class TensorBoard(Sink):
 
 
 def _await_later_name(folder: Path) -> None:
-    """Waits at most one second until the name of a new file sorts after the newest file's name.
+    """Waits until the name of a new file would sort after the newest file's name, but at most one
+    second.
 
     TensorBoard reads files in the order of their names, which contain the time in seconds. Without
-    the wait, a run that is resumed at once might create its file in the same second. TensorBoard
-    might then read the new file before the earlier file.
+    the wait, a run that is resumed at once might create its file in the same second as the earlier
+    file. TensorBoard might then read the new file before the earlier file.
     """
     seconds = [int(found[1]) for path in folder.glob("*") if (found := _SECOND.search(path.name))]
     wait_s = max(seconds, default=0) + 1 - time.time()

@@ -1,10 +1,10 @@
 """Reports steps and evaluations as a run of W&B, online or offline.
 
-W&B keeps up to one block of 32 KB in a buffer. If the driver is killed, the buffer is lost. A
-resumed offline run therefore continues after the last rows in W&B's files, not after the last steps
-sent. W&B's files are logs in LevelDB's format (github.com/google/leveldb, doc/log_format.md). A
-header of 7 bytes precedes the log. The log's records are protocol buffers, which the wandb package
-defines.
+W&B buffers up to one block of 32 KB before it writes to its file. If the driver is killed, the
+buffered data is lost. A resumed offline run therefore continues after the last row in W&B's files,
+not after the last step that was sent. W&B's files are logs in LevelDB's format
+(github.com/google/leveldb, doc/log_format.md). A header of 7 bytes precedes the log. The log's
+records are protocol buffers, which the wandb package defines.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _WHOLE, _LAST = 1, 4
 
 
 class WeightsAndBiases(Service):
-    """Logs one row per step and one row per evaluation. The axis of all rows is `step`.
+    """Logs one row per step and one row per evaluation. In W&B's charts, the horizontal axis is
+    `step`.
 
     Online, a resumed run continues the same W&B run. W&B cannot continue an offline run, so each
-    offline start is a separate W&B run. The W&B runs of all starts are in one group, and no step is
+    offline start is a separate W&B run. The W&B runs of all starts form one group, and no step is
     in two W&B runs.
 
     Args:
@@ -114,7 +115,7 @@ class WeightsAndBiases(Service):
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
     """Reads the logged rows of all starts of an offline run, oldest first. Returns None if the run
-    was not offline."""
+    has no offline files of W&B."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []
@@ -135,7 +136,8 @@ def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yields the complete records of a W&B file. Drops a record that was cut off."""
+    """Yields the complete records of a W&B file. Drops a record that is cut off at the end of the
+    file."""
     at, part = _HEADER, b""
     while at + _HEADER <= len(data):
         left = _BLOCK - at % _BLOCK

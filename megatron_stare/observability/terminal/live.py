@@ -1,9 +1,9 @@
-"""Shows a run to users at a terminal, as a panel that stays in place. `make_display` chooses
-between the panel and plain lines.
+"""Shows a run on a terminal as a panel that stays in place. `make_display` chooses between the
+panel and plain lines.
 
 `sinks/console.py` calls the display. On a separate thread, the library rich draws the panel a few
 times a second from a snapshot. The driver's thread only stores values. Notes, warnings and alerts
-are also printed once above the panel, so that these lines remain when the panel is gone.
+are also printed once above the panel, so that they remain visible when the panel is gone.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _BETWEEN_STEPS = ("eval", "checkpoint")  # they follow their step's metrics but 
 
 
 def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
-    """Makes a live panel if `out` is a terminal that supports the panel, else a printer of plain
-    lines.
+    """Returns a live panel if `out` is a terminal that supports one, and otherwise a printer of
+    plain lines.
 
     Args:
         total_steps: number of the run's last step.
@@ -49,8 +49,7 @@ def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
 
 
 class LiveDisplay(RunDisplay):
-    """Shows the panel from construction until `close`, or until the interpreter exits without
-    `close`.
+    """Shows the panel from construction until `close` is called or the interpreter exits.
 
     Args:
         total_steps: number of the run's last step.
@@ -93,7 +92,7 @@ class LiveDisplay(RunDisplay):
         self._live.start()
 
     def start(self, run_dir: str, algorithm: str) -> None:
-        """Shows the run's name in the panel's title."""
+        """Shows the method and the run directory in the panel's title."""
         with self._lock:
             self._run_dir, self._algorithm = run_dir, algorithm
 
@@ -121,7 +120,7 @@ class LiveDisplay(RunDisplay):
                 self._seconds[name] = self._now() - start
 
     def rollout_progress(self, done: int, total: int) -> None:
-        """Shows the number of finished responses until the phase ends."""
+        """Shows the number of finished responses while the current phase lasts."""
         self._responses = (done, total)
 
     def evaluated(self, name: str, value: float, step: int) -> None:
@@ -166,7 +165,7 @@ class LiveDisplay(RunDisplay):
             }
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """Lists active alerts in the panel, and prints a line above the panel for every alert that
+        """Lists the active alerts in the panel. Prints a line above the panel for every alert that
         began or ended."""
         with self._lock:
             self._active = tuple(active)

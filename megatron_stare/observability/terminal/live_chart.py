@@ -1,6 +1,6 @@
 """Draws small pictures as text: a line chart over a band, an on/off strip, bars, and trend arrows.
 
-Turns series of metrics into plain strings for `live_panel.py`. These strings contain no colour,
+Turns series of metrics into plain strings for `live_panel.py`. The strings contain no colour,
 because the pictures must be readable without colour.
 """
 
@@ -28,9 +28,10 @@ class Scale:
     """Vertical axis of a chart. The axis begins at zero or a negative value, and ends at a round
     value.
 
-    low: value at the chart's lower edge. row: range of values that one character row covers.
-    band_rows: rows that the chart's band touches; empty if the chart has no band.
-    ticks: round values that label the axis, by row number. Row 0 is the lowest row.
+    `low`: value at the chart's lower edge.
+    `row`: height of one character row, in the unit of the values.
+    `band_rows`: rows that the chart's band touches; empty if the chart has no band.
+    `ticks`: round values that label the axis, by row number. Row 0 is the lowest row.
     """
 
     low: float
@@ -93,8 +94,9 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 
 def strip(on: Sequence[float], width: int) -> str:
-    """Draws a 0/1 series as a strip with the same columns as a chart of `line`. The strip is heavy
-    where the value is 1, light where the value is 0, and blank where the value is unknown."""
+    """Draws a 0/1 series as a strip. The strip's columns match the columns that `line` draws. The
+    strip is heavy where the value is 1, light where the value is 0, and blank where the value is
+    unknown."""
     columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
@@ -112,8 +114,8 @@ def bar(share: float, width: int) -> str:
 
 
 def progress_bar(share: float, width: int) -> tuple[str, str]:
-    """Draws a progress bar. Returns the heavy line for the share that is done, and the light line
-    for the share that remains."""
+    """Draws a progress bar. Returns two texts: a heavy line for the finished share, and a light
+    line for the remaining share."""
     halves = round(min(1.0, max(0.0, share)) * width * 2)
     full, half = divmod(halves, 2)
     done = "━" * full + "╸" * half
@@ -121,13 +123,12 @@ def progress_bar(share: float, width: int) -> tuple[str, str]:
 
 
 def trend(values: Sequence[float]) -> str:
-    """Returns an arrow for the change of the mean, from the TREND_STEPS values before the last
-    TREND_STEPS values to the last TREND_STEPS values. Returns a space while too few values are
-    known.
+    """Returns an arrow that compares the mean of the last TREND_STEPS values with the mean of the
+    TREND_STEPS values before them. Returns a space if too few values are known.
 
     The arrow points up or down only if the change exceeds two bounds: twice the standard error of
-    the change, and TREND_SHARE times the earlier mean. Smaller changes may be noise, and the arrow
-    is then horizontal.
+    the change, and TREND_SHARE times the earlier mean. For a smaller change, which may be noise,
+    the arrow is horizontal.
     """
     known = [v for v in values[-2 * TREND_STEPS :] if math.isfinite(v)]
     half = len(known) // 2

@@ -66,18 +66,18 @@ _NUMBERS = (
 class View:
     """Snapshot of a run at one moment.
 
-    series: the latest values of every metric in SERIES, oldest first; NaN if a step lacked the
+    `series`: the latest values of every metric in SERIES, oldest first; NaN if a step lacked the
         metric.
-    seconds: the newest duration of every phase, in seconds.
-    phase, phase_s: the current phase, and the seconds spent in the phase. `phase` is "" between
+    `seconds`: the duration of each phase when it last ran, in seconds.
+    `phase`, `phase_s`: the current phase, and the seconds spent in the phase. `phase` is "" between
         phases.
-    responses: number of finished responses and number of needed responses in the current phase.
-        None if the phase does not count responses.
-    left_s, run_s: estimated seconds until the end of the last step, and seconds since the display
-        started.
-    over: alerts that ended, newest last.
-    evaluated: the newest result of every task, as (name, value, step).
-    closed: "" while the run continues, then a text that says how the run ended.
+    `responses`: numbers of finished and of needed responses in the current phase, or None if the
+        phase reports no responses.
+    `left_s`, `run_s`: estimated seconds until the run's final step ends, and seconds since the
+        display started.
+    `over`: alerts that ended, newest last.
+    `evaluated`: the newest result of every task, as (name, value, step).
+    `closed`: "" while the run continues, then a text that says how the run ended.
     """
 
     total: int
@@ -277,7 +277,8 @@ def _entropy(view: View, width: int, rows: int) -> list[Text]:
 
 
 def _reward(view: View, width: int, rows: int) -> list[Text]:
-    """Builds the reward chart. The panel's numbers above the chart contain the newest reward."""
+    """Builds the reward chart. The reward chart's heading shows no value, because the panel's line
+    of numbers shows the newest reward."""
     columns = width - _AXIS
     shown = view.values("reward/mean")[-2 * columns :]
     return (

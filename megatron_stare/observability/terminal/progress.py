@@ -29,9 +29,9 @@ _OUTLIER = 3.0  # a longer step counts as this many medians
 class RemainingTime:
     """Estimates the remaining time from a moving average of recent step times.
 
-    The first step of a process warms up caches and compilers, so its time is dropped once another
-    step is done. The time of an unusually long step is capped, so that a single delay, such as a
-    stalled disk, changes the estimate only a little.
+    The first step of a process warms up caches and compilers, so the time of this step is dropped
+    as soon as a second step is done. The time of an unusually long step is capped, so that a single
+    delay, such as a stalled disk, changes the estimate only a little.
 
     Args:
         window: number of steps in the average.
@@ -78,15 +78,15 @@ class RunDisplay(ABC):
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
-        """Receives the number of finished responses in the current phase, and the number of
-        responses that the phase needs in total."""
+        """Receives how many responses of the current phase are finished, and how many responses the
+        phase needs."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
         """Receives the newest result of an evaluation task: the result's name and value, and the
         step of the evaluated weights."""
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        """Shows the alerts that began or ended with the last step shown.
+        """Shows the alerts that began or ended in the step that was shown last.
 
         Args:
             active: all active alerts with their newest values.
@@ -120,7 +120,8 @@ class RunDisplay(ABC):
 
 
 class StepPrinter(RunDisplay):
-    """Prints one aligned line per step. Notes, warnings and alerts are printed between these lines.
+    """Prints one aligned line per step. Notes, warnings and alerts are printed between the lines of
+    the steps.
 
     Args:
         total_steps: number of the run's last step.
@@ -165,8 +166,8 @@ class StepPrinter(RunDisplay):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the line of a finished step. Metrics that the method lacks get no column.
 
-        The remaining time assumes the recent pace of training steps. Evaluations and checkpoints
-        take additional time.
+        The remaining time is estimated from recent training steps. Evaluations and checkpoints take
+        additional time.
         """
         now = time.monotonic()
         self._remaining.add(metrics.get("time/step_s", now - self._last_call))
@@ -185,7 +186,7 @@ class StepPrinter(RunDisplay):
         self._write("  ".join(column for column in columns if column))
 
     def _supervised(self, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the columns of a run without rewards."""
+        """Returns the columns for a run without rewards."""
         if "reward" in self._shown:
             return []
         return [
