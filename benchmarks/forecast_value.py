@@ -61,7 +61,10 @@ def main() -> None:
         "forgetting": FORGET,
         **judge({seed: each[:3] for seed, each in series.items()}),
         "series": {
-            seed: dict(zip(("forecast", "measured", "lr", "entropy"), each.tolist(), strict=True))
+            seed: {
+                name: " ".join(f"{value:.6g}" for value in row)
+                for name, row in zip(("forecast", "measured", "lr", "entropy"), each, strict=True)
+            }
             for seed, each in series.items()
         },
     }

@@ -26,10 +26,10 @@ from megatron_stare.records.batch_statistics import Statistics
 class Cispo(PolicyGradient):
     """Settings of CISPO.
 
-    clip_low: the distance from 1 down to the lower bound of the weight. With `clip_low` = 1, the
+    `clip_low`: the distance from 1 down to the lower bound of the weight. With `clip_low` = 1, the
         weight has no lower bound.
-    clip_high: the distance from 1 up to the upper bound of the weight.
-    advantage_spread: the divisor of the difference between a reward and the group's mean reward
+    `clip_high`: the distance from 1 up to the upper bound of the weight.
+    `advantage_spread`: the divisor of the difference between a reward and the group's mean reward
         (see advantage.py).
     """
 

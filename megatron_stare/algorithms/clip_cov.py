@@ -42,9 +42,9 @@ METRICS = (
 class ClipCov(Grpo):
     """Settings of Clip-Cov, with the defaults of the released recipe.
 
-    share: the share of all tokens that get loss 0.
-    cov_low, cov_high: a token can be drawn only if its covariance lies between these bounds.
-    seed: the seed of the random draw.
+    `share`: the share of all tokens that get loss 0.
+    `cov_low`, `cov_high`: a token can be drawn only if its covariance lies between these bounds.
+    `seed`: the seed of the random draw.
     """
 
     clip_low: float = 1.0

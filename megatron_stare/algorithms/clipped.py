@@ -28,8 +28,8 @@ METRICS = (
 class Clipped(PolicyGradient):
     """Settings of the clipped surrogate.
 
-    clip_low, clip_high: the distances from 1 to the lower and the upper bound of the ratio.
-    dual_clip: the upper bound of the ratio for negative advantages. `dual_clip` must be above 1.
+    `clip_low`, `clip_high`: the distances from 1 to the lower and the upper bound of the ratio.
+    `dual_clip`: the upper bound of the ratio for negative advantages. `dual_clip` must be above 1.
         Null turns this bound off.
     """
 

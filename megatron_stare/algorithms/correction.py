@@ -40,18 +40,18 @@ from megatron_stare.records.batch_statistics import (
 class Correction:
     """Settings of the importance correction.
 
-    mode: the treatment of a ratio outside the bounds `low` and `high`.
-    level: the ratio that is compared with the bounds. 'token' takes each token's own ratio.
+    `mode`: the treatment of a ratio outside the bounds `low` and `high`.
+    `level`: the ratio that is compared with the bounds. 'token' takes each token's own ratio.
         'sequence' takes the product of all token ratios of the response. 'geometric' takes the
         geometric mean of these token ratios.
-    low, high: the bounds of the ratio. The mode `truncate` uses only `high`.
-    reject: bounds (low, high) of a token's own ratio. In every mode, a token whose own ratio lies
+    `low`, `high`: the bounds of the ratio. The mode `truncate` uses only `high`.
+    `reject`: bounds (low, high) of a token's own ratio. In every mode, a token whose own ratio lies
         outside these bounds is removed from the loss and from the denominator of the loss. If
         `reject` is null, no token is rejected.
-    veto: the lowest ratio that a token may have. A response with a token ratio below `veto` is
+    `veto`: the lowest ratio that a token may have. A response with a token ratio below `veto` is
         removed from the loss and from the denominator of the loss. If `veto` is null, no response
         is removed.
-    normalise: true divides every weight by the mean weight over all kept tokens in the batch.
+    `normalise`: true divides every weight by the mean weight over all kept tokens in the batch.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

@@ -22,7 +22,7 @@ from megatron_stare.algorithms.shaping import Overlong
 class Dapo(Grpo):
     """Settings of DAPO: the settings of GRPO, with the defaults of the DAPO paper.
 
-    overlong: the soft overlong punishment. Set `overlong.max_length` to the longest response that
+    `overlong`: the soft overlong punishment. Set `overlong.max_length` to the longest response that
         the run allows.
     """
 

@@ -39,7 +39,7 @@ METRICS = (
 class Dg(Steered):
     """Settings of DG, with the paper's temperature.
 
-    eta: the temperature of the weights. Small values bring the weights close to 0 or 1.
+    `eta`: the temperature of the weights. Small values bring the weights close to 0 or 1.
     entropy_target: an entropy in nats. The weights act only while the mean entropy of the batch is
         below `entropy_target`. If `entropy_target` is null, the weights always act.
     """

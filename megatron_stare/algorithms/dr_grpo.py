@@ -21,7 +21,7 @@ from megatron_stare.algorithms.grpo import Grpo
 class DrGrpo(Grpo):
     """Settings of GRPO, with the defaults of the paper on GRPO Done Right.
 
-    length_norm: L_max, tokens.
+    `length_norm`: L_max, tokens.
     """
 
     aggregation: Aggregation = "dr_grpo"

@@ -39,9 +39,9 @@ METRICS = (
 class Entropic(Steered):
     """Settings of EntroPIC.
 
-    entropy_target: the mean entropy that the controller aims for, nats.
-    proportional, integral: K_p and K_i, per nat.
-    probable_above: the probability above which a token is reweighted.
+    `entropy_target`: the mean entropy that the controller aims for, nats.
+    `proportional`, `integral`: K_p and K_i, per nat.
+    `probable_above`: the probability above which a token is reweighted.
     """
 
     weight_metric: ClassVar[str] = "entropic/weight"

@@ -30,11 +30,11 @@ MEASURE = "entropy_bonus/measure"
 class EntropyBonus:
     """Settings of the entropy bonus.
 
-    coef: the coefficient c. With a target, `coef` is the initial value of c.
-    target: the entropy that c is adjusted to reach, nats. If `target` is null, c is fixed.
-    delta, coef_min, coef_max: with a target, every step moves c by `delta` within [coef_min,
+    `coef`: the coefficient c. With a target, `coef` is the initial value of c.
+    `target`: the entropy that c is adjusted to reach, nats. If `target` is null, c is fixed.
+    `delta`, `coef_min`, `coef_max`: with a target, every step moves c by `delta` within [coef_min,
         coef_max].
-    measure: the quantity that is compared with the target. 'entropy' is the mean entropy.
+    `measure`: the quantity that is compared with the target. 'entropy' is the mean entropy.
         'surprisal' is the mean surprisal of the sampled tokens, which estimates the mean entropy,
         as in the released code.
     """

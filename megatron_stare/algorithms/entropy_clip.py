@@ -120,7 +120,7 @@ class _LargestClipped:
 class ClipB(Grpo):
     """Settings of Clip_B.
 
-    mu: a token of negative advantage is removed if its S lies more than `mu` standard deviations
+    `mu`: a token of negative advantage is removed if its S lies more than `mu` standard deviations
         below the mean of S.
     """
 
@@ -144,9 +144,9 @@ class ClipB(Grpo):
 class ClipV(Grpo):
     """Settings of Clip_V.
 
-    mu: a token of negative advantage is a candidate if -Phi is above `mu` standard deviations of
+    `mu`: a token of negative advantage is a candidate if -Phi is above `mu` standard deviations of
         Phi.
-    max_share: at most this share of all tokens is removed, namely the candidates of largest -Phi.
+    `max_share`: at most this share of all tokens is removed, namely the candidates of largest -Phi.
         If there are candidates, at least one is removed.
     """
 

@@ -38,12 +38,12 @@ METRICS = (
 class Gepo(Reweighted):
     """Settings of GEPO.
 
-    weight_low: the weight of positive advantages in groups below the lower bound.
-    weight_high: the weight of negative advantages in groups above the upper bound. `weight_high`
+    `weight_low`: the weight of positive advantages in groups below the lower bound.
+    `weight_high`: the weight of negative advantages in groups above the upper bound. `weight_high`
         must be below `weight_low`; otherwise the responses shrink to nothing.
-    spread_low, spread_high: the distances of the two bounds from the mean over the groups, in
+    `spread_low`, `spread_high`: the distances of the two bounds from the mean over the groups, in
         standard deviations.
-    rate: r, the weight of a new batch in the running bounds.
+    `rate`: r, the weight of a new batch in the running bounds.
     """
 
     weight_metric: ClassVar[str] = "gepo/weight"

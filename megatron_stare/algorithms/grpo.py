@@ -20,9 +20,9 @@ from megatron_stare.algorithms.clipped import Clipped
 class Grpo(Clipped):
     """Settings of GRPO, in addition to the settings of clipped.py and policy.py.
 
-    aggregation: 'sequence_mean' averages over each response's tokens and then over responses, as in
-        the paper. 'token_mean' averages over all tokens, as in DAPO and in most later code.
-    advantage_spread: the divisor of the difference between a reward and the group's mean reward
+    `aggregation`: 'sequence_mean' averages over each response's tokens and then over responses, as
+        in the paper. 'token_mean' averages over all tokens, as in DAPO and in most later code.
+    `advantage_spread`: the divisor of the difference between a reward and the group's mean reward
         (see advantage.py). The paper does not say whether the standard deviation uses n or n - 1;
         published code uses n - 1.
     """

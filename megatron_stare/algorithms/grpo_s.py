@@ -43,10 +43,10 @@ from megatron_stare.records.batch_statistics import Request, SegmentSum, Statist
 class GrpoS(Clipped):
     """Settings of GRPO-S, with the paper's defaults.
 
-    beta1, beta2: the weights of the outcome and of the entropy in the reward.
-    ratio: the mean that combines the token ratios of a response, 'arithmetic' or 'geometric'.
-    correct_from: the lowest reward that counts as correct.
-    eps: a number that is added to every divisor.
+    `beta1`, `beta2`: the weights of the outcome and of the entropy in the reward.
+    `ratio`: the mean that combines the token ratios of a response, 'arithmetic' or 'geometric'.
+    `correct_from`: the lowest reward that counts as correct.
+    `eps`: a number that is added to every divisor.
     """
 
     coupling: ClassVar[Literal["token", "sequence"]] = "sequence"

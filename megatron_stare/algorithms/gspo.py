@@ -29,7 +29,7 @@ TOKEN_FORM_LIMIT = 10.0  # as in verl
 class Gspo(Grpo):
     """Settings of GSPO, with the paper's defaults.
 
-    form: 'sequence' or 'token'.
+    `form`: 'sequence' or 'token'.
     """
 
     coupling: ClassVar[Literal["token", "sequence"]] = "sequence"

@@ -80,17 +80,17 @@ METRICS = (
 class PolicyGradient(Method):
     """Settings of every policy-gradient method.
 
-    aggregation: the rule that turns token losses into one number (see aggregate.py).
-    length_norm: the constant L_max, in tokens, of the two 'dr_grpo' aggregations.
-    truncated: the treatment of responses that are cut off at the length limit (see shaping.py).
-    equal_groups: the treatment of groups whose rewards are all equal. 'keep' counts the tokens of
+    `aggregation`: the rule that turns token losses into one number (see aggregate.py).
+    `length_norm`: the constant L_max, in tokens, of the two 'dr_grpo' aggregations.
+    `truncated`: the treatment of responses that are cut off at the length limit (see shaping.py).
+    `equal_groups`: the treatment of groups whose rewards are all equal. 'keep' counts the tokens of
         these groups. 'mask' removes these tokens from the loss, from N and from entropies, like
         code that drops these groups and does not refill the batch (Skywork-OR1).
-    overlong: DAPO's soft overlong punishment, or null.
-    length_penalty: Group Relative Overlong Punishment (GROP), or null.
-    correction: the importance correction from the rollout policy to the training policy, or null.
-    reference_kl: the loss term with the KL to a reference policy, or null.
-    entropy_bonus: the entropy bonus, with a fixed coefficient or a target entropy, or null.
+    `overlong`: DAPO's soft overlong punishment, or null.
+    `length_penalty`: Group Relative Overlong Punishment (GROP), or null.
+    `correction`: the importance correction from the rollout policy to the training policy, or null.
+    `reference_kl`: the loss term with the KL to a reference policy, or null.
+    `entropy_bonus`: the entropy bonus, with a fixed coefficient or a target entropy, or null.
     """
 
     aggregation: Aggregation = "token_mean"

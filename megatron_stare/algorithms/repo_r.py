@@ -41,11 +41,11 @@ METRICS = (
 class RepoR(Steered):
     """Settings of REPO-R.
 
-    zeta: the coefficient. With an entropy target, `zeta` is the initial value of the coefficient.
-    zeta_min, zeta_max: the bounds of |zeta| if there is an entropy target.
+    `zeta`: the coefficient. With an entropy target, `zeta` is the initial value of the coefficient.
+    `zeta_min`, `zeta_max`: the bounds of |zeta| if there is an entropy target.
     entropy_target: the target of the mean entropy, nats. If `entropy_target` is null, zeta is
         fixed.
-    centred: true for L = ln p + H, false for L = ln p.
+    `centred`: true for L = ln p + H, false for L = ln p.
     """
 
     weight_metric: ClassVar[str] = "repo_r/weight"

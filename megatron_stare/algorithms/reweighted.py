@@ -49,7 +49,8 @@ class Reweighted(Grpo):
 class Steered(Reweighted):
     """Settings of a method whose state follows the mean entropy of all tokens that carry loss.
 
-    entropy_target: the target entropy, nats. If `entropy_target` is null, the state does not move.
+    `entropy_target`: the target entropy, nats. If `entropy_target` is null, the state does not
+        move.
     """
 
     entropy_target: float | None = None

@@ -196,14 +196,14 @@ class EntropyForecast:
     Rates are in nats per unit step. A unit step moves every token's logits by the token's advantage
     times (one_hot(a) - p).
 
-    change: the rate at which the mean entropy changes under the method's own loss.
-    plain_change: the rate at which the mean entropy changes under the plain advantages.
+    `change`: the rate at which the mean entropy changes under the method's own loss.
+    `plain_change`: the rate at which the mean entropy changes under the plain advantages.
         `plain_change` is the sum of `masses`.
-    masses: the part of `plain_change` that comes from the tokens of each quadrant.
-    shares: the share of all tokens that lie in each quadrant.
-    rare_share: the share of all tokens whose surprisal is above the critical surprisal s*.
-    critical_surprisal: the mean of the critical surprisal s*, nats.
-    neutral_weight: W*, the weight on L+ for which `plain_change` would be zero.
+    `masses`: the part of `plain_change` that comes from the tokens of each quadrant.
+    `shares`: the share of all tokens that lie in each quadrant.
+    `rare_share`: the share of all tokens whose surprisal is above the critical surprisal s*.
+    `critical_surprisal`: the mean of the critical surprisal s*, nats.
+    `neutral_weight`: W*, the weight on L+ for which `plain_change` would be zero.
     """
 
     change: Tensor

@@ -25,9 +25,9 @@ class Overlong:
 
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
-    max_length: the length of the longest response that the run allows, tokens.
-    cache: over the last `cache` tokens before max_length, the penalty grows from 0 to `factor`.
-    factor: the size of the penalty at max_length.
+    `max_length`: the length of the longest response that the run allows, tokens.
+    `cache`: over the last `cache` tokens before max_length, the penalty grows from 0 to `factor`.
+    `factor`: the size of the penalty at max_length.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -59,8 +59,8 @@ class LengthPenalty:
     larger n. Hard groups get no penalty. A medium group gets no penalty if at most half of its
     responses are correct; the paper leaves this case open.
 
-    easy_from: the paper's gamma_1. The paper gives no number for gamma_1.
-    correct_from: the lowest reward that counts as correct.
+    `easy_from`: the paper's gamma_1. The paper gives no number for gamma_1.
+    `correct_from`: the lowest reward that counts as correct.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

@@ -119,24 +119,24 @@ METRICS = (
 class Stare(Grpo):
     """Settings of STARE, with the paper's defaults.
 
-    variant: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
+    `variant`: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
         and 'C2' does both. In the ablation, 'O2' attenuates U+ and 'O3' amplifies U-. 'C1' combines
         O1 and O3, 'C3' combines O2 and O3, and 'C4' combines O2 and O4.
-    share: P. L+ selects this share of the tokens with positive advantage, and L- selects this share
-        of the tokens with negative advantage.
-    rare_below: a fixed probability bound, which replaces P. A token with a probability below the
+    `share`: P. L+ selects this share of the tokens with positive advantage, and L- selects this
+        share of the tokens with negative advantage.
+    `rare_below`: a fixed probability bound, which replaces P. A token with a probability below the
         bound is rare. If `rare_below` is null, `share` decides which tokens are rare.
-    common: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom' takes
-        the share P of lowest surprisal.
-    amplify: the factor W on amplified advantages, at least 1.
-    attenuate: the factor M on attenuated advantages, in (0, 1].
-    entropy_target: the gate is open while the entropy is below this target, nats. If
+    `common`: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom'
+        takes the share P of lowest surprisal.
+    `amplify`: the factor W on amplified advantages, at least 1.
+    `attenuate`: the factor M on attenuated advantages, in (0, 1].
+    `entropy_target`: the gate is open while the entropy is below this target, nats. If
         `entropy_target` is null, the gate is always open.
-    gate: the entropy that the gate reads. 'batch' is the mean entropy of the batch, 'sample' the
+    `gate`: the entropy that the gate reads. 'batch' is the mean entropy of the batch, 'sample' the
         mean entropy of the token's response, and 'token' the entropy at the token.
-    gate_entropy: the tokens that the gate's mean entropy covers. 'response' covers all response
+    `gate_entropy`: the tokens that the gate's mean entropy covers. 'response' covers all response
         tokens. 'kept' covers the tokens that the filters left in the loss.
-    adaptive: true changes W and M by `adapt_rate` in every step, to bring the mean entropy of the
+    `adaptive`: true changes W and M by `adapt_rate` in every step, to bring the mean entropy of the
         batch closer to the target. W stays within [1, amplify_max] and M within [attenuate_min, 1].
     """
 

@@ -40,9 +40,10 @@ _LIMIT = 20.0  # of a log ratio
 class Steer(Reweighted):
     """Settings of STEER.
 
-    map: the function from |O| to the weight, 'linear' or 'exponential'.
-    weight_min, weight_max: bounds of the weight. The exponential map does not read `weight_max`.
-    floor: the smallest scale of |O| in the exponential map.
+    `map`: the function from |O| to the weight, 'linear' or 'exponential'.
+    `weight_min`, `weight_max`: bounds of the weight. The exponential map does not read
+        `weight_max`.
+    `floor`: the smallest scale of |O| in the exponential map.
     """
 
     weight_metric: ClassVar[str] = "steer/weight"

@@ -40,12 +40,13 @@ Common = Literal["complement", "bottom"]
 class TokenSet:
     """One of the token sets L+, L-, U+ and U-.
 
-    name: the name of the set in statistics and metrics.
-    sign: the sign of the advantage of every token in the set.
-    rare: True if the set has the rare tokens of this sign, False if the set has the common tokens
+    `name`: the name of the set in statistics and metrics.
+    `sign`: the sign of the advantage of every token in the set.
+    `rare`: True if the set has the rare tokens of this sign, False if the set has the common tokens
         of this sign.
-    weight: the name of the state value that multiplies the set's advantages while the gate is open.
-    code: the number of the set in `Method.selected`.
+    `weight`: the name of the state value that multiplies the set's advantages while the gate is
+        open.
+    `code`: the number of the set in `Method.selected`.
     """
 
     name: str
@@ -76,8 +77,8 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 class Selection:
     """Rule that separates rare tokens from common tokens.
 
-    share: P, the share of tokens that the sets select.
-    rare_below: the probability below which a token is rare. If `rare_below` is None, `share`
+    `share`: P, the share of tokens that the sets select.
+    `rare_below`: the probability below which a token is rare. If `rare_below` is None, `share`
         decides which tokens are rare.
     """
 

@@ -98,12 +98,12 @@ def fork_count(n: Tensor, share: float) -> Tensor:
 class TwentyEntropy(Grpo):
     """Settings of 20-Entropy, with the paper's defaults.
 
-    share: rho, the share of tokens that are kept.
-    rule: 'top_k' keeps exactly k tokens. 'quantile' keeps the tokens whose entropy is at or above
+    `share`: rho, the share of tokens that are kept.
+    `rule`: 'top_k' keeps exactly k tokens. 'quantile' keeps the tokens whose entropy is at or above
         the (1 - share)-quantile, with linear interpolation, as TRL does.
-    candidates: the tokens that compete to be kept. 'with_advantage' means the tokens with a nonzero
-        advantage. 'all' means all response tokens, as in the paper's text.
-    denominator: 'kept' divides the loss by the number of kept tokens (the paper, eq. 6). 'all'
+    `candidates`: the tokens that compete to be kept. 'with_advantage' means the tokens with a
+        nonzero advantage. 'all' means all response tokens, as in the paper's text.
+    `denominator`: 'kept' divides the loss by the number of kept tokens (the paper, eq. 6). 'all'
         divides the loss by the number of all tokens (TRL).
     """
 

@@ -53,9 +53,9 @@ def words(text: str) -> tuple[str, ...]:
 class Repeats(NamedTuple):
     """Positions of the problems of a list, in three groups. A problem is a pair (prompt, answer).
 
-    kept: positions of the problems that stay.
-    repeated: positions of problems with the same prompt and the same answer as a kept problem.
-    contradicted: positions of problems whose prompt occurs with different answers.
+    `kept`: positions of the problems that stay.
+    `repeated`: positions of problems with the same prompt and the same answer as a kept problem.
+    `contradicted`: positions of problems whose prompt occurs with different answers.
     """
 
     kept: list[int]

@@ -29,9 +29,9 @@ _ANSWER_KEYS = (*ANSWER_KEYS, *ANSWERS, "extra_info.answer")
 class Columns(NamedTuple):
     """Columns of a file.
 
-    names: all columns of the first row; a nested column has a dotted name, such as `a.b`.
-    prompt, answer: the chosen columns.
-    records: the first rows, read with the chosen columns.
+    `names`: all columns of the first row; a nested column has a dotted name, such as `a.b`.
+    `prompt`, `answer`: the chosen columns.
+    `records`: the first rows, read with the chosen columns.
     """
 
     names: Sequence[str]

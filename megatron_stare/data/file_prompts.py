@@ -31,10 +31,10 @@ from megatron_stare.records.batch import Prompt
 class _Part:
     """A file of a mixture.
 
-    weight: weight of the file in the mixture, as an integer; see `whole_weights`.
-    records: records of the file, without those that were left out.
-    taken: number of records taken from the file so far.
-    pass_: number of the current pass over the file; `order` is the order of the records in this
+    `weight`: weight of the file in the mixture, as an integer; see `whole_weights`.
+    `records`: records of the file, without those that were left out.
+    `taken`: number of records taken from the file so far.
+    `pass_`: number of the current pass over the file; `order` is the order of the records in this
         pass.
     """
 

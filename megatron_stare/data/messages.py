@@ -40,8 +40,8 @@ class RowError(Exception):
 class Rendered(NamedTuple):
     """Tokens of a conversation.
 
-    ids: [n] token ids.
-    mask: [n] True for tokens that the assistant wrote, including the tokens that end the
+    `ids`: [n] token ids.
+    `mask`: [n] True for tokens that the assistant wrote, including the tokens that end the
         assistant's turns.
     """
 

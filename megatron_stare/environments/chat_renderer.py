@@ -29,7 +29,7 @@ from megatron_stare.environments.chat import (
 class ChatRendererConfig(BaseRendererConfig):
     """Settings of ChatRenderer.
 
-    settings: variables of the template, as in `data.chat_template_kwargs`.
+    `settings`: variables of the template, as in `data.chat_template_kwargs`.
     """
 
     name: Literal["chat"] = "chat"

@@ -28,13 +28,13 @@ WHERE = "rollout.environment"
 class Turn:
     """Tokens that the policy sampled in one call, and the text of these tokens.
 
-    text: text of the tokens, decoded without special tokens and without the stop token.
-    experts: the experts to which the engine routed the first m tokens of the concatenated context
+    `text`: text of the tokens, decoded without special tokens and without the stop token.
+    `experts`: the experts to which the engine routed the first m tokens of the concatenated context
         and turn; m is the first dimension of the tensor. None if the run does not replay the
         engine's routing.
-    finish_reason: 'length' if a token limit ended the turn or allowed no token at all. 'stop' if a
-        stop token or a stop string ended the turn.
-    stop: the stop string that ended the turn, or None. `text` ends with the stop string and
+    `finish_reason`: 'length' if a token limit ended the turn or allowed no token at all. 'stop' if
+        a stop token or a stop string ended the turn.
+    `stop`: the stop string that ended the turn, or None. `text` ends with the stop string and
         whatever else the last token contains after the stop string.
     """
 
@@ -124,7 +124,7 @@ class Environment(ABC):
 
     A subclass adds its own settings as keyword-only parameters.
 
-    judges: true if the environment itself sets `reward` and `reward_status` of its trajectories.
+    `judges`: true if the environment itself sets `reward` and `reward_status` of its trajectories.
         The setting `reward.verifier` must then be `environment`.
     """
 

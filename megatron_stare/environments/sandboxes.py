@@ -53,7 +53,7 @@ _FIX = (
 class Ran:
     """Result of a program: its output, including a traceback, and whether the program failed.
 
-    seconds: wall-clock time of the program. Time spent waiting for a free worker is not included.
+    `seconds`: wall-clock time of the program. Time spent waiting for a free worker is not included.
     """
 
     output: str

@@ -147,7 +147,7 @@ class Answer(NamedTuple):
 class ToolKind:
     """Definition of a tool. Contains the schema that describes the tool to the policy.
 
-    once: if true, a call whose outcome is unknown is not repeated; the response that contains the
+    `once`: if true, a call whose outcome is unknown is not repeated; the response that contains the
         call is discarded.
     """
 

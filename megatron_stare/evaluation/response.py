@@ -31,11 +31,11 @@ _INTEGER = re.compile(r"-?\d+")
 class Response:
     """A response and its verdict.
 
-    prompt: cursor of the prompt. The prompts of a task have the cursors 0, 1, 2 and so on.
-    sample: index of the response among all responses to the same prompt.
-    text: text that the policy wrote, without text of an environment.
-    tokens: length of the response, including the stop token and the environment's tokens.
-    answer: the answer in the verifier's normal form. "": the response has no answer. None: the
+    `prompt`: cursor of the prompt. The prompts of a task have the cursors 0, 1, 2 and so on.
+    `sample`: index of the response among all responses to the same prompt.
+    `text`: text that the policy wrote, without text of an environment.
+    `tokens`: length of the response, including the stop token and the environment's tokens.
+    `answer`: the answer in the verifier's normal form. "": the response has no answer. None: the
         verifier does not return answers.
     """
 

@@ -31,7 +31,7 @@ class Answered:
     """The n sampled responses to a prompt, and the answer class of each response (see
     `answer_classes`).
 
-    classes: None if the verifier does not return answers.
+    `classes`: None if the verifier does not return answers.
     """
 
     responses: Sequence[Response]

@@ -28,12 +28,12 @@ class Served:
     parameter `name` is a stack of tensors, in which the Hugging Face tensor has the position
     `index`.
 
-    count: number of stacked tensors, or None if `an_expert` tensors are stacked for every expert.
-    an_expert: number of stacked tensors per expert.
-    dtype: dtype of the server's parameter, or None for the server's compute dtype.
-    whole: whether every rank of a server holds the whole parameter, even if the trainer's ranks
+    `count`: number of stacked tensors, or None if `an_expert` tensors are stacked for every expert.
+    `an_expert`: number of stacked tensors per expert.
+    `dtype`: dtype of the server's parameter, or None for the server's compute dtype.
+    `whole`: whether every rank of a server holds the whole parameter, even if the trainer's ranks
         each hold a part of the tensor.
-    at_once: whether all stacked tensors must be passed to the server in one call.
+    `at_once`: whether all stacked tensors must be passed to the server in one call.
     """
 
     name: str

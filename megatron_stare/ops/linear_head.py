@@ -51,7 +51,7 @@ _SAME = 1e-3
 class LinearHead:
     """Output layer that computes log-probs and entropies in the given `mode`.
 
-    chunk: number of rows whose logits the chunked modes hold at a time. The chunk size sets the
+    `chunk`: number of rows whose logits the chunked modes hold at a time. The chunk size sets the
         shapes of matrix products. Two passes therefore give bit-identical results only with the
         same chunk size.
     """

@@ -109,11 +109,11 @@ class Problem:
 class Rows:
     """Row values, [N] each, that backward needs in addition to the logits.
 
-    local: int64 column of the target token on this rank; -1: another rank holds the target's
+    `local`: int64 column of the target token on this rank; -1: another rank holds the target's
         column.
-    m: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, which
+    `m`: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, which
         represents m exactly.
-    s, entropy: the values s and H of the formulas, over all ranks, in float64.
+    `s`, `entropy`: the values s and H of the formulas, over all ranks, in float64.
     """
 
     local: Tensor

@@ -290,8 +290,8 @@ def items(text: str) -> list[str]:
 class Bracketed:
     """An answer in brackets: the opening bracket, the closing bracket and the parts between them.
 
-    opened, closed: the enclosing brackets. '(' and ')' mean a tuple or an open end of an interval.
-        '[' and ']' mean a closed end of an interval. '{' and '}' mean a set.
+    `opened`, `closed`: the enclosing brackets. '(' and ')' mean a tuple or an open end of an
+        interval. '[' and ']' mean a closed end of an interval. '{' and '}' mean a set.
     """
 
     opened: str

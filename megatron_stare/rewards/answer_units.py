@@ -20,9 +20,9 @@ COUNT = "count"  # kind of countable nouns: 12 ways, 12 students
 class Quantity:
     """A value as LaTeX text, and the unit of the value.
 
-    value: LaTeX, without the unit.
-    kind: kind of the unit, such as length^2; None: no unit.
-    size: size of the unit, relative to the unit of the same kind that has size 1.
+    `value`: LaTeX, without the unit.
+    `kind`: kind of the unit, such as length^2; None: no unit.
+    `size`: size of the unit, relative to the unit of the same kind that has size 1.
     """
 
     value: str

@@ -14,8 +14,8 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 class Box(NamedTuple):
     """A box of a response.
 
-    start: position of the box, as a character index in the response.
-    content: text in the box; None if the closing brace is missing, as in a truncated answer.
+    `start`: position of the box, as a character index in the response.
+    `content`: text in the box; None if the closing brace is missing, as in a truncated answer.
     """
 
     start: int

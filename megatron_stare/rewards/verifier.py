@@ -68,9 +68,9 @@ _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
 class Asked:
     """Inputs that a verifier needs or accepts, in addition to response and answer.
 
-    groups: the verifier receives all responses to a prompt at once.
-    columns: the verifier accepts columns of the prompt's data row.
-    needs_columns: the verifier cannot be called without columns.
+    `groups`: the verifier receives all responses to a prompt at once.
+    `columns`: the verifier accepts columns of the prompt's data row.
+    `needs_columns`: the verifier cannot be called without columns.
     """
 
     groups: bool = False

@@ -41,13 +41,13 @@ _FAULTS = {
 class Selected:
     """Result of one update for this rank's tokens. Each tensor has the shape of the given mask.
 
-    weights: float32 factor on every token's advantage. The factor is 0 for tokens that the method
+    `weights`: float32 factor on every token's advantage. The factor is 0 for tokens that the method
         removes from the loss, and 1 outside the mask.
-    advantages: float32 product of the given advantages and `weights`; 0 outside the mask.
-    codes: int8 number of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set. The
+    `advantages`: float32 product of the given advantages and `weights`; 0 outside the mask.
+    `codes`: int8 number of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set. The
         codes name the sets even while the gate is closed.
-    counted: bool, True for tokens that count in the denominator of a mean over tokens.
-    metrics: numbers to log, the same on every rank.
+    `counted`: bool, True for tokens that count in the denominator of a mean over tokens.
+    `metrics`: numbers to log, the same on every rank.
     """
 
     weights: Tensor

@@ -46,12 +46,12 @@ OWN = {
 class Task:
     """Data, prompt template, verifier, environment and sampling settings under one name.
 
-    config: the run's configuration, in which the task's own settings (OWN) replace the run's
+    `config`: the run's configuration, in which the task's own settings (OWN) replace the run's
         settings. All sources and environments, including user-defined ones, are built from this
         configuration, so they need no code for tasks.
-    name: name of the task in `eval.tasks`; None for the run's own task.
-    own: the overridden settings. Maps the name of each setting of the run to the name of the task's
-        setting that replaces it.
+    `name`: name of the task in `eval.tasks`; None for the run's own task.
+    `own`: the overridden settings. Maps the name of each setting of the run to the name of the
+        task's setting that replaces it.
     """
 
     config: Config

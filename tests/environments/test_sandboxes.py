@@ -210,7 +210,7 @@ def test_a_driver_with_thousands_of_open_files_runs_programs() -> None:
 
 @pytest.mark.skipif(COVERED in os.environ, reason="this test runs the others so")
 def test_attempts_fail_where_a_part_of_proc_is_covered() -> None:
-    """As in a container to which NVIDIA's hook was applied: no sandbox gets a /proc of its own."""
+    """Covers what NVIDIA's container hook covers, so that no sandbox gets a /proc of its own."""
     covers = 'mount -t tmpfs covers /proc/driver && exec "$@"'
     tests = [
         sys.executable,

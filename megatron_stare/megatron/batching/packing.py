@@ -39,10 +39,10 @@ PADDING_LIMIT = 1.25  # limit on (tokens with padding) / tokens for a group of s
 class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
-    fed: [k] int64 columns that are fed to the model, ascending.
-    stands: [s] int64 indices into `fed`, one for every column of the packed row. For a column that
-        is fed, the entry is its own index in `fed`. For a column that is not fed, the entry is the
-        index of the fed copy of the same token, in another sample.
+    `fed`: [k] int64 columns that are fed to the model, ascending.
+    `stands`: [s] int64 indices into `fed`, one for every column of the packed row. For a column
+        that is fed, the entry is its own index in `fed`. For a column that is not fed, the entry is
+        the index of the fed copy of the same token, in another sample.
     """
 
     fed: Tensor
@@ -84,11 +84,11 @@ def shared_columns(
 class Spread:
     """Mapping between the tokens of a packed row and their places in padded groups of sequences.
 
-    index: [p] int64, the index of the token at each place.
-    inverse: [t] int64, the index of each token's place. If a token has several places, `inverse`
+    `index`: [p] int64, the index of the token at each place.
+    `inverse`: [t] int64, the index of each token's place. If a token has several places, `inverse`
         contains the place whose output is used.
-    shapes: (b, s) of every group.
-    repeated: true if responses share a prompt, so that several places of one token have nonzero
+    `shapes`: (b, s) of every group.
+    `repeated`: true if responses share a prompt, so that several places of one token have nonzero
         gradients. `repeated` ignores padding, which also repeats tokens, because padding has
         gradient 0.
     """
@@ -162,10 +162,10 @@ class PackedSequences(PackedSeqParams):
     (megatron/model/model.py). Megatron's unfused rotary embedding for packed sequences is avoided,
     because that code splits the tokens into sequences and waits for the device in every layer.
 
-    queries: the places of this rank's tokens in the padded groups. Padding repeats a sequence's
+    `queries`: the places of this rank's tokens in the padded groups. Padding repeats a sequence's
         last token.
-    keys, positions: set only under context parallelism, because a rank's queries then need the keys
-        of all ranks.
+    `keys`, `positions`: set only under context parallelism, because a rank's queries then need the
+        keys of all ranks.
     """
 
     queries: Spread | None = None

@@ -36,7 +36,7 @@ class Grid:
     """Records which token of which sample each position of a micro-batch holds. `sample` [b, s] is
     -1 at padding. `token` [b, s] counts the tokens of each sample from 0.
 
-    shared: the columns to feed to the model if a packed row repeats prompts, or None to feed all
+    `shared`: the columns to feed to the model if a packed row repeats prompts, or None to feed all
     positions.
     """
 
@@ -119,14 +119,16 @@ class WholeSequences(SequenceLayout):
     Megatron cuts a micro-batch's positions into one part per tensor-parallel rank, after the
     embedding.
 
-    packed: whether sequences are laid end to end in one row. If not, each sequence has its own row,
+    `packed`: whether sequences are laid end to end in one row. If not, each sequence has its own
+        row,
     padded on the right.
-    cut: whether sequence parallelism is on.
-    multiple: each micro-batch is padded until its number of positions is a multiple of this value,
+    `cut`: whether sequence parallelism is on.
+    `multiple`: each micro-batch is padded until its number of positions is a multiple of this
+        value,
     so that the positions can be cut into parts.
-    each: each packed sequence is padded until its length is a multiple of this value.
-    uniform: whether all micro-batches are padded to the shape of the largest micro-batch.
-    share_prompts: whether a prompt that several responses of a micro-batch share is fed to the
+    `each`: each packed sequence is padded until its length is a multiple of this value.
+    `uniform`: whether all micro-batches are padded to the shape of the largest micro-batch.
+    `share_prompts`: whether a prompt that several responses of a micro-batch share is fed to the
         model only once.
     """
 
@@ -191,7 +193,7 @@ class SplitSequences(WholeSequences):
     model, and attention exchanges keys and values between the ranks.
 
     data_group: group of the ranks that hold other data or other chunks of the sequences.
-    place: decides which chunks of a sequence this rank of `context_group` holds.
+    `place`: decides which chunks of a sequence this rank of `context_group` holds.
     """
 
     place: Zigzag = WHOLE

@@ -105,12 +105,12 @@ class StatePart:
 class RankPlan:
     """The bytes and tensors that a rank of a layout holds.
 
-    replica: index of the data-parallel replica that the rank's parameters belong to.
-    expert_replica: index of the data-parallel replica that the rank's experts belong to.
-    nbytes: the bytes of each entry of ITEMS.
-    held: the rank's pieces of the Hugging Face tensors.
-    state: the rank's parts of the model's checkpoint.
-    with_data: names of tensors that are not on the meta device. The list should be empty.
+    `replica`: index of the data-parallel replica that the rank's parameters belong to.
+    `expert_replica`: index of the data-parallel replica that the rank's experts belong to.
+    `nbytes`: the bytes of each entry of ITEMS.
+    `held`: the rank's pieces of the Hugging Face tensors.
+    `state`: the rank's parts of the model's checkpoint.
+    `with_data`: names of tensors that are not on the meta device. The list should be empty.
     """
 
     rank: int
@@ -230,11 +230,12 @@ def _state(chunks: list[nn.Module]) -> list[StatePart]:
 class Parts:
     """Element counts of the tensors on one rank, one tuple for each part of the model.
 
-    layer: the tensors of a layer without its experts.
-    experts: the tensors of one layer's experts, limited to the experts that this rank holds.
-    whole: the tensors of `layer` and `experts` together, in the order in which the layer has them.
-    dense: the tensors of a leading dense layer.
-    head: the tensors of the last norm and of the output layer. The output layer is left out if it
+    `layer`: the tensors of a layer without its experts.
+    `experts`: the tensors of one layer's experts, limited to the experts that this rank holds.
+    `whole`: the tensors of `layer` and `experts` together, in the order in which the layer has
+        them.
+    `dense`: the tensors of a leading dense layer.
+    `head`: the tensors of the last norm and of the output layer. The output layer is left out if it
     is tied to the embedding and the same stage holds the embedding.
     """
 

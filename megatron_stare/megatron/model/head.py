@@ -96,9 +96,10 @@ def free_memory() -> int:
 class Head:
     """Computes log-probs and entropies from hidden states.
 
-    entropy_gradient: whether entropies carry a gradient. Entropies without a gradient cost nothing
+    `entropy_gradient`: whether entropies carry a gradient. Entropies without a gradient cost
+        nothing
     in backward.
-    mode, chunk: see ops/linear_head.py.
+    `mode`, `chunk`: see ops/linear_head.py.
     """
 
     vocab_size: int

@@ -134,9 +134,10 @@ def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterato
 class _Stretch:
     """The range [start, stop) of a parameter's elements that this rank updates.
 
-    updated: [stop - start] tensor that the optimizer updates, which is either the float32 master or
+    `updated`: [stop - start] tensor that the optimizer updates, which is either the float32 master
+        or
     the parameter's own elements.
-    state: the optimizer's state of `updated`.
+    `state`: the optimizer's state of `updated`.
     """
 
     parameter: nn.Parameter

@@ -29,7 +29,7 @@ PARTS = ("parameters", "gradients", "optimizer", "reference")
 class _Left:
     """A storage of an offloaded part, which holds no device memory.
 
-    copy: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
+    `copy`: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
     needed again, `copy` is None, and the storage is later filled with zeros.
     """
 

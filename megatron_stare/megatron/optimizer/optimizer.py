@@ -144,13 +144,15 @@ def build_optimizer(
 class Outcome:
     """The outcome of an optimizer step.
 
-    grad_norm: norm of the unscaled gradient before clipping.
-    finite: whether gradient and loss were finite. An overflow that only the loss scale caused still
+    `grad_norm`: norm of the unscaled gradient before clipping.
+    `finite`: whether gradient and loss were finite. An overflow that only the loss scale caused
+        still
     counts as finite.
-    empty: whether no token of the batch had a loss.
-    skipped: whether the step was skipped because the loss scale was too large for float16. The next
+    `empty`: whether no token of the batch had a loss.
+    `skipped`: whether the step was skipped because the loss scale was too large for float16. The
+        next
     update uses the same scale or a smaller scale.
-    held: whether no step was taken because the gradient norm was above its limit.
+    `held`: whether no step was taken because the gradient norm was above its limit.
     """
 
     grad_norm: float

@@ -134,8 +134,8 @@ class StepPlace:
     """The places where an optimizer stores its step count under the key "step", each with the value
     after one step.
 
-    group: value in the optimizer's parameter groups, or None if the groups have no step count.
-    state: value in each parameter's state, or None if these states have no step count.
+    `group`: value in the optimizer's parameter groups, or None if the groups have no step count.
+    `state`: value in each parameter's state, or None if these states have no step count.
     """
 
     group: Any = None

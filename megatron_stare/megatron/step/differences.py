@@ -33,10 +33,10 @@ class Compared:
     """Holds, for each of this rank's tokens, the engine's log-prob minus the trainer's log-prob, in
     nats, and the properties by which tokens are grouped.
 
-    versions: versions of the weights that sampled this rank's tokens. `all_versions` lists the
+    `versions`: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.
-    expected: number of tokens that all ranks together should hold. If fewer tokens than `expected`
-        are compared, tokens are missing.
+    `expected`: number of tokens that all ranks together should hold. If fewer tokens than
+        `expected` are compared, tokens are missing.
     """
 
     values: Tensor  # [N] float32

@@ -27,11 +27,11 @@ from megatron_stare.records.batch import TokenBatch
 class NotFinite:
     """Weights, gradients and samples with NaN or infinite numbers on one rank.
 
-    own_gradient: whether the rank's own gradient had NaN or infinite numbers before it was reduced
-        over data-parallel ranks.
-    weights: the first parameter, in forward order, with NaN or infinite values.
-    gradient: the first parameter, in backward order, with NaN or infinite values in its gradient.
-    samples: indices in the whole batch, ascending, of the samples for which this rank holds a NaN
+    `own_gradient`: whether the rank's own gradient had NaN or infinite numbers before it was
+        reduced over data-parallel ranks.
+    `weights`: the first parameter, in forward order, with NaN or infinite values.
+    `gradient`: the first parameter, in backward order, with NaN or infinite values in its gradient.
+    `samples`: indices in the whole batch, ascending, of the samples for which this rank holds a NaN
         or infinite log-prob, advantage or loss.
     """
 

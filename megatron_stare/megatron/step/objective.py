@@ -44,15 +44,15 @@ METRICS = (
 class Objective:
     """The loss of one optimizer step, and the metrics logged for it.
 
-    tokens: this rank's N positions. The positions of other mini-batches are masked, and the token
+    `tokens`: this rank's N positions. The positions of other mini-batches are masked, and the token
         counts cover only this mini-batch.
-    rows: [.] indices of the mini-batch's positions among the N positions.
-    statistics: statistics of the mini-batch over all ranks.
-    own: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope is
-        micro_batch, a micro-batch uses its entry of `own` instead of `statistics`. For other
+    `rows`: [.] indices of the mini-batch's positions among the N positions.
+    `statistics`: statistics of the mini-batch over all ranks.
+    `own`: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope
+        is micro_batch, a micro-batch uses its entry of `own` instead of `statistics`. For other
         scopes, `own` is empty.
-    is_log_prob_pass: whether this training pass is also the log-prob pass. In a log-prob pass, the
-        old log-probs equal the current log-probs.
+    `is_log_prob_pass`: whether this training pass is also the log-prob pass. In a log-prob pass,
+        the old log-probs equal the current log-probs.
     """
 
     method: Method

@@ -68,7 +68,7 @@ METRICS = (
 class Policy:
     """A rank's part of the policy, with the optimizer and the reference policy.
 
-    reference: the reference policy in the KL term, or None if the method has no KL term.
+    `reference`: the reference policy in the KL term, or None if the method has no KL term.
     """
 
     model: list[nn.Module]

@@ -72,9 +72,9 @@ class GenerateResult:
 class LostRequest:
     """Request that an engine accepted but will never answer. The caller can retry the request.
 
-    reason: what happened to the request, and where.
-    late: True if the request's time limit passed.
-    gone: True if the request's server is lost, and with it all other requests at the server.
+    `reason`: what happened to the request, and where.
+    `late`: True if the request's time limit passed.
+    `gone`: True if the request's server is lost, and with it all other requests at the server.
     """
 
     rid: str

@@ -98,7 +98,8 @@ class LocalEngine(Engine):
         """
         if not self._waiting:
             return []
-        requests, params = [], self._waiting[0][1]
+        requests: list[GenerateRequest] = []
+        params = self._waiting[0][1]
         # other sampling parameters need another batch
         while self._waiting and len(requests) < self._max_batch and self._waiting[0][1] == params:
             requests.append(self._waiting.popleft()[0])

@@ -30,11 +30,11 @@ class ServedMemory:
     """Memory, in bytes, that one rank of a server uses on its GPU. Also describes the setting that
     limits the size of the key/value cache.
 
-    token: bytes of the keys and values of one token in the cache.
-    setting: full name of the setting that limits the cache, such as sglang.cache_tokens.
-    unit: number of bytes in one unit of the setting.
-    before: bytes that the setting's value includes in addition to the cache, such as the weights.
-    digits: number of decimal places of the setting's value.
+    `token`: bytes of the keys and values of one token in the cache.
+    `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
+    `unit`: number of bytes in one unit of the setting.
+    `before`: bytes that the setting's value includes in addition to the cache, such as the weights.
+    `digits`: number of decimal places of the setting's value.
     """
 
     weights: int
@@ -87,11 +87,11 @@ class ReplicaPart(ABC):
 class Site:
     """Nodes of a replica.
 
-    parts: workers that hold the replica's parts on nodes 1, 2 and so on, in this order; None if the
-        replica is on one node.
-    address: address of the replica's first node, at which the run's other processes reach the
+    `parts`: workers that hold the replica's parts on nodes 1, 2 and so on, in this order; None if
+        the replica is on one node.
+    `address`: address of the replica's first node, at which the run's other processes reach the
         replica.
-    others: addresses of the replica's other nodes, in node order.
+    `others`: addresses of the replica's other nodes, in node order.
     """
 
     parts: Workers | None = None
@@ -106,9 +106,9 @@ HERE = Site()  # on this machine, like all processes that talk to it
 class Route:
     """Path of the weights from the trainer's ranks to the replicas.
 
-    listens: True if each replica listens on a port to which ranks connect.
-    host: address on which the replica listens; None: the address of the replica's node.
-    folder: folder through which the weights are passed; None: no folder is used.
+    `listens`: True if each replica listens on a port to which ranks connect.
+    `host`: address on which the replica listens; None: the address of the replica's node.
+    `folder`: folder through which the weights are passed; None: no folder is used.
     """
 
     listens: bool

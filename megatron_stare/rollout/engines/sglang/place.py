@@ -28,7 +28,7 @@ class Place:
     """Machine of a process, and the UUIDs of the GPUs that the process sees. `host` and `gpus` are
     empty if their values are unknown.
 
-    others: addresses of the other machines on which the server has ranks.
+    `others`: addresses of the other machines on which the server has ranks.
     """
 
     host: str = ""

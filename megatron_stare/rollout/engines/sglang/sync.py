@@ -97,11 +97,11 @@ class WeightSync(ABC):
 class Sent:
     """Record of what senders sent.
 
-    sizes: tensor shapes by name.
-    hashed: for each server layout, the hashes of the weights that each rank must hold; empty if
+    `sizes`: tensor shapes by name.
+    `hashed`: for each server layout, the hashes of the weights that each rank must hold; empty if
         values are not verified.
-    folder: folder that contains the weights; None: the weights were not written to a folder.
-    to: URL of the only server that received these weights; None: all servers received them.
+    `folder`: folder that contains the weights; None: the weights were not written to a folder.
+    `to`: URL of the only server that received these weights; None: all servers received them.
     """
 
     sizes: Mapping[str, torch.Size] = field(default_factory=dict)

@@ -50,16 +50,16 @@ class TargetServer:
 class ServersTarget(SyncTarget):
     """Target of a weight sync, which consists of some or all of a run's servers; see SyncTarget.
 
-    method: a value of `sglang.sync`.
-    timeout_s: time limit of one call to a server, seconds.
-    model_path: model folder whose config is copied into the folder of the weights.
-    sync_folder: parent of the folder that the method `disk` writes; None: the system's temporary
+    `method`: a value of `sglang.sync`.
+    `timeout_s`: time limit of one call to a server, seconds.
+    `model_path`: model folder whose config is copied into the folder of the weights.
+    `sync_folder`: parent of the folder that the method `disk` writes; None: the system's temporary
         folder.
-    colocated: True if the servers are on the devices of the trainer's ranks.
-    servers: in replica order.
-    folder: folder to which all senders of the method `disk` write; None until `joined` chooses the
-        folder.
-    collective_s: time limit of one broadcast, seconds; None: timeout_s.
+    `colocated`: True if the servers are on the devices of the trainer's ranks.
+    `servers`: in replica order.
+    `folder`: folder to which all senders of the method `disk` write; None until `joined` chooses
+        the folder.
+    `collective_s`: time limit of one broadcast, seconds; None: timeout_s.
     """
 
     method: str
