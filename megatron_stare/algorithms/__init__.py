@@ -33,6 +33,7 @@ METHODS = {
     "stapo": "megatron_stare.algorithms.stapo.Stapo",
     "stapo_stare": "megatron_stare.algorithms.stapo_stare.StapoStare",
     "stare": "megatron_stare.algorithms.stare.Stare",
+    "stare_predictive": "megatron_stare.algorithms.stare_predictive.StarePredictive",
     "steer": "megatron_stare.algorithms.steer.Steer",
     "twenty_entropy": "megatron_stare.algorithms.twenty_entropy.TwentyEntropy",
 }

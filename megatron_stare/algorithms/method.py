@@ -86,6 +86,13 @@ class Method(ABC):
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
     @property
+    def measures_every(self) -> int:
+        """Returns the number of steps between measurements of the entropy change for `observe`. The
+        value 0 means no measurements. A measurement takes one forward pass, and needs runs with one
+        update per rollout batch."""
+        return 0
+
+    @property
     def selects(self) -> tuple[TokenSet, ...]:
         """Returns the token sets that `selected` distinguishes. Diagnostics log each set under its
         name."""
@@ -155,6 +162,13 @@ class Method(ABC):
     def control(self, state: State, statistics: Statistics) -> State:
         """Returns the state for this step, computed from the statistics of the rollout batch. The
         next step starts from the returned state. `control` must not synchronise with the host."""
+        return state
+
+    def observe(self, state: State, change: Tensor) -> State:
+        """Returns the state with which the next step starts. The trainer calls `observe` after an
+        update whose entropy change was measured. `change` is the mean entropy of the batch's tokens
+        after the update minus their mean entropy before it, 0-dim. `observe` must not synchronise
+        with the host."""
         return state
 
     @abstractmethod

@@ -335,7 +335,14 @@ def check_rounds(config: Config) -> None:
 
 def check_statistics(config: Config, method: Method) -> None:
     """Raises ConfigError if the lagged gate skips the log-prob pass although another setting needs
-    the pass."""
+    the pass, or if the method measures the entropy change of a step with several updates."""
+    if method.measures_every and config.batch.updates > 1:
+        raise ConfigError(
+            f"{config.algorithm.name} learns from the entropy change of one update, and a rollout"
+            f" batch has {config.batch.updates}",
+            where="batch.mini_batch_prompts",
+            fix="batch.mini_batch_prompts=null and batch.epochs=1",
+        )
     if not config.skips_log_prob_pass or config.supervised:
         return
     exact = "set statistics.gate=exact"

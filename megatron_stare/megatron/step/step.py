@@ -163,7 +163,7 @@ class Step:
             found = forecast(
                 first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group
             )
-            if self._measures_forecast():
+            if self._is_due(self._config.observability.measured_every):
                 found |= token_norms(tokens, self.group)
             self.measured = replace(self.measured, forecast=found)
 
@@ -220,16 +220,19 @@ class Step:
         if not outcome.finite and self._objective is not None:
             samples = self._objective.tokens.sequence[self._objective.rows]
             self.lost = samples[~logged["loss/policy"].isfinite()].unique()
-        if outcome.taken and number == 0 and self._measures_forecast():
+        if outcome.taken and number == 0 and self._measures_change():
             tokens = (
                 self._objective.tokens.select(self._objective.rows)
                 if self._objective is not None
                 else None
             )
-            metrics = {
-                **metrics,
-                **measured_change(policy.model, part, policy.head, tokens, self.group),
-            }
+            change = measured_change(policy.model, part, policy.head, tokens, self.group)
+            metrics = {**metrics, **change}
+            if self.measured is not None and self._is_due(self._method.measures_every):
+                after = self._method.observe(
+                    self.measured.next_state, change["forecast/measured_change"]
+                )
+                self.measured = replace(self.measured, next_state=after)
         if self.measured is None or not policy.layout.is_reporting_rank:
             return None
         rates = {
@@ -316,17 +319,18 @@ class Step:
         forecast = self.measured.forecast if with_batch else {}
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
-    def _measures_forecast(self) -> bool:
-        """Returns True if the step's number is a multiple of `observability.measured_every`.
-        Returns False if the run makes no forecast, or if `measured_every` is 0."""
-        watched = self._config.observability
-        if (
-            not watched.entropy_forecast
-            or self._config.skips_log_prob_pass
-            or watched.measured_every == 0
-        ):
+    def _measures_change(self) -> bool:
+        """Returns True if the change of the entropy in this step is measured, for the forecast's
+        metrics or for the method."""
+        if self._config.skips_log_prob_pass:
             return False
-        return self.batch.share.step % watched.measured_every == 0
+        watched = self._config.observability
+        forecasts = watched.entropy_forecast and self._is_due(watched.measured_every)
+        return forecasts or self._is_due(self._method.measures_every)
+
+    def _is_due(self, every: int) -> bool:
+        """Returns True if the step's number is a multiple of `every`; False if `every` is 0."""
+        return every > 0 and self.batch.share.step % every == 0
 
     def _dump(
         self,

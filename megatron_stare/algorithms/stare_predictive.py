@@ -1,0 +1,283 @@
+"""STARE whose weights aim at the target entropy: a controller forecasts each step's change of the
+entropy, learns the forecast's gain from the measured changes, and chooses W and M for the change
+that leads to the target. The method is this project's own.
+
+To first order, a step changes the mean entropy by kappa u + d (sensitivity.py gives Phi):
+
+    u = P + (W - 1) G+ + (M - 1) G-         P = -sum c A Phi over all tokens
+    G+ = -sum c A Phi over L+, and G- over L-, without tokens whose Phi is not negative
+
+Here c is a token's coefficient in the loss. Tokens whose Phi is not negative keep the weight 1.
+
+After the update the trainer measures the change y of the same tokens. Recursive least squares with
+forgetting fit y = kappa u + d (Ljung, System Identification, 1999, section 11.2). Before the next
+update, with the entropy h filtered from batch entropies H and measured changes:
+
+    r = min(approach (target - h), largest target) + next target - target
+    e = (r - d) / kappa - P                 D = G+^2 + G-^2 + (floor mean G+)^2
+    W = 1 + G+ e / D, M = 1 + G- e / D, within their bounds; what a bound cuts off, the other takes
+
+While fewer than five changes are measured, or kappa is below two standard errors, or G+ is below
+its floor, the weights are STARE's: `amplify` and `attenuate` behind the gate. On the quickstart,
+the line predicts the next change with 0.62 of the running mean's squared error
+(benchmarks/forecast_value.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.method import State
+from megatron_stare.algorithms.sensitivity import is_rare, sensitivity_of
+from megatron_stare.algorithms.stare import Stare
+from megatron_stare.algorithms.token_sets import Variant
+from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Request, Statistics, Sum, scalar
+from megatron_stare.records.metric import Metric
+
+METRICS = (
+    Metric(
+        "predictive/active",
+        "0 or 1",
+        "1: W and M are chosen by the forecast; 0: they are STARE's, behind its gate",
+        "1 after some steps; 0 for long: the forecast does not predict the measured change",
+    ),
+    Metric(
+        "predictive/kappa",
+        "factor",
+        "measured change of the entropy over its forecast, fitted",
+        "above 0; follows optimizer/lr and drifts slowly",
+    ),
+    Metric(
+        "predictive/drift",
+        "nats",
+        "part of a step's change that the forecast does not explain, fitted",
+        "small beside forecast/measured_change",
+    ),
+    Metric(
+        "predictive/level",
+        "nats",
+        "entropy that the controller compares with the target: filtered over batches",
+        "near entropy/mean, but smoother",
+    ),
+    Metric(
+        "predictive/wanted",
+        "nats",
+        "change of the entropy that this step is to make",
+        "near 0 at the target",
+    ),
+)
+
+ENOUGH = 5  # measurements before the line is trusted
+_CLIP = 3.0  # standard deviations by which a measurement may miss its prediction in the fit
+_SPREAD = 1e10  # of an unknown kappa and d; large beside 1 / u^2
+_ZEROS = (  # state before the first step; `pending` is the change expected since `level`
+    *("active", "steps", "level", "pending", "held", "wanted", "forecast"),
+    *("kappa", "drift", "cross", "square", "measured"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StarePredictive(Stare):
+    """Settings of STARE with predictive control.
+
+    `entropy_target`: the target entropy, nats; required.
+    `target_end`: the target after the ramp, nats. If `target_end` is null, the target is constant.
+    `ramp_start`: the number of steps before the target begins to move.
+    `ramp_steps`: the number of steps in which the target moves to `target_end`, in a line.
+    `approach`: the share of the gap to the target that a step is to close.
+    `trust`: the weight of a batch's mean entropy in the filtered entropy.
+    `forget`: the weight of a measurement in the fit of the next step.
+    `largest`: the largest rise of the entropy that a step is to make, as a share of the target.
+    `floor`: the share of its mean below which G+ gives no hold.
+    `measure_every`: the number of steps between measurements. A measurement takes one forward pass.
+    """
+
+    variant: Variant = "C2"
+    amplify_max: float = 3.0
+    attenuate_min: float = 0.3
+    target_end: float | None = None
+    ramp_start: int = 0
+    ramp_steps: int = 0
+    approach: float = 0.2
+    trust: float = 0.15
+    forget: float = 0.99
+    largest: float = 0.033
+    floor: float = 0.15
+    measure_every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.entropy_target is None:
+            raise ValueError("predictive control needs an entropy_target, which is null")
+        if self.adaptive or self.gate != "batch":
+            raise ValueError("predictive control chooses the weights: adaptive=false, gate=batch")
+        if self.variant not in ("O1", "C2"):
+            raise ValueError("predictive control knows the variants O1 and C2")
+        if not 1 <= self.amplify <= self.amplify_max:
+            raise ValueError("amplify must lie in [1, amplify_max]")
+        if not 0 < self.attenuate_min <= self.attenuate:
+            raise ValueError("attenuate_min must lie in (0, attenuate]")
+        for name in ("approach", "trust", "forget"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in (0, 1]")
+        if self.largest <= 0 or self.floor < 0 or self.measure_every < 1:
+            raise ValueError("largest must be above 0, floor at least 0, measure_every at least 1")
+        if (self.target_end is None) != (self.ramp_steps == 0) or min(
+            self.ramp_start, self.ramp_steps
+        ) < 0:
+            raise ValueError("target_end needs ramp_steps of at least 1, and ramp_steps target_end")
+        if self.target_end is not None and not self.target_end > 0:
+            raise ValueError("target_end must be above 0 nats")
+
+    @property
+    def needs_second_moment(self) -> bool:
+        return True
+
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "predictive control forecasts from the log-prob pass"
+
+    @property
+    def measures_every(self) -> int:
+        return self.measure_every
+
+    def initial_state(self) -> dict[str, float]:
+        return {
+            **super().initial_state(),
+            **dict.fromkeys(_ZEROS, 0.0),
+            "spread": _SPREAD,  # of kappa, with `cross` and `spread_drift` the fit's matrix
+            "spread_drift": _SPREAD,
+        }
+
+    def target(self, step: Tensor) -> Tensor:
+        """Returns the target entropy of a step, 0-dim float64. Steps count from 0."""
+        assert self.entropy_target is not None
+        begins = torch.full_like(step, self.entropy_target)
+        if self.target_end is None:
+            return begins
+        share = ((step - self.ramp_start) / self.ramp_steps).clamp(0, 1)
+        return begins + share * (self.target_end - self.entropy_target)
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        asked = dict(super().asks(batch, kept, known))
+        if "tokens" not in known or any(each.name not in known for each in self.selects):
+            return asked
+        change = -self.coefficients(batch, known) * kept.advantage * sensitivity_of(kept)
+        asked["predictive/plain"] = Sum(change, kept.loss_mask)
+        for each in self.selects:
+            chosen = self.selection.members(each, kept, known) & self._sure(kept)
+            asked[f"predictive/{each.name}"] = Sum(change, chosen)
+        return asked
+
+    def control(self, state: State, statistics: Statistics) -> State:
+        """Chooses W and M for this step. If a statistic is not finite, the state does not change
+        but for the number of steps."""
+        state = super(Stare, self).control(state, statistics)
+        entropy = scalar(statistics, "entropy").to(torch.float64)
+        plain, plus, minus = (
+            scalar(statistics, f"predictive/{name}").to(torch.float64)
+            if f"predictive/{name}" in statistics
+            else torch.zeros_like(entropy)
+            for name in ("plain", "plus", "minus")
+        )
+        steps = state["steps"]
+        target, following = self.target(steps), self.target(steps + 1)
+        before = state["level"] + state["pending"]
+        first = steps == 0
+        level = torch.where(first, entropy, before + self.trust * (entropy - before))
+        held = torch.where(first, plus, 0.9 * state["held"] + 0.1 * plus)
+        kappa, drift = state["kappa"], state["drift"]
+        error = (state["square"] * state["spread"]).clamp_min(0).sqrt()
+        fitted = (state["measured"] >= ENOUGH) & (kappa > 2 * error)
+
+        most = self.largest * target
+        # an entropy above the target may fall as fast as it does
+        wanted = torch.minimum(self.approach * (target - level), most) + following - target
+        lacks = (wanted - drift) / kappa - plain
+        floor = self.floor * held
+        size = plus**2 + minus**2 + floor**2
+        amplify = (1 + plus * lacks / size).clamp(1, self.amplify_max)
+        attenuate = (1 + minus * lacks / size).clamp(self.attenuate_min, 1)
+        rest = lacks - (amplify - 1) * plus - (attenuate - 1) * minus
+        attenuate = torch.where(minus < 0, attenuate + rest / minus, attenuate)
+        attenuate = attenuate.clamp(self.attenuate_min, 1)
+        rest = lacks - (amplify - 1) * plus - (attenuate - 1) * minus
+        amplify = (amplify + rest / plus).clamp(1, self.amplify_max)
+
+        active = fitted & (plus > floor) & amplify.isfinite() & attenuate.isfinite()
+        below = (entropy < target).to(torch.float64)
+        gate = torch.where(active, torch.ones_like(below), below)
+        amplify = torch.where(active, amplify, self.amplify)
+        attenuate = torch.where(active, attenuate, self.attenuate)
+        forecast = plain + gate * ((amplify - 1) * plus + (attenuate - 1) * minus)
+        new = {
+            "active": active.to(torch.float64),
+            "gate": gate,
+            "amplify": amplify,
+            "attenuate": attenuate,
+            "level": level,
+            "held": held,
+            "wanted": wanted,
+            "forecast": forecast,
+            "pending": torch.where(fitted, kappa * forecast + drift, 0.0),
+        }
+        finite = entropy.isfinite() & plain.isfinite() & plus.isfinite() & minus.isfinite()
+        return state | {
+            "steps": steps + 1,
+            **{name: torch.where(finite, value, state[name]) for name, value in new.items()},
+        }
+
+    def observe(self, state: State, change: Tensor) -> State:
+        """Fits kappa and d to one more measured change."""
+        u, change = state["forecast"], change.to(torch.float64)
+        missed = change - state["kappa"] * u - state["drift"]
+        most = torch.where(state["measured"] >= ENOUGH, _CLIP * state["square"].sqrt(), torch.inf)
+        missed = torch.minimum(torch.maximum(missed, -most), most)
+        slope = state["spread"] * u + state["cross"]
+        offset = state["cross"] * u + state["spread_drift"]
+        whole = self.forget + u * slope + offset
+        spread = (state["spread"] - slope**2 / whole) / self.forget
+        other = (state["spread_drift"] - offset**2 / whole) / self.forget
+        # forgetting without new information would let the spread grow without end
+        kept = (_SPREAD / torch.maximum(spread, other)).clamp_max(1)
+        measured = state["measured"] + 1
+        share = 1 / measured.clamp_max(max(1.0, 1 / max(1e-3, 1 - self.forget)))
+        new = {
+            "kappa": state["kappa"] + slope / whole * missed,
+            "drift": state["drift"] + offset / whole * missed,
+            "spread": kept * spread,
+            "spread_drift": kept * other,
+            "cross": kept * (state["cross"] - slope * offset / whole) / self.forget,
+            "square": state["square"] + share * (missed**2 - state["square"]),
+            "measured": measured,
+            "level": state["level"] + change,
+            "pending": torch.zeros_like(change),
+        }
+        finite = change.isfinite() & u.isfinite()
+        return state | {name: torch.where(finite, new[name], state[name]) for name in new}
+
+    def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
+        """Returns the factor on every token's advantage, [N] float32. Tokens of L+ and L- whose Phi
+        has the other sign keep the weight 1."""
+        return torch.where(self._sure(batch), super().weights(batch, statistics, state), 1.0)
+
+    def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
+        return {
+            **super().metrics(statistics, state),
+            "entropy/target": self.target(state["steps"] - 1),
+            **{
+                f"predictive/{name}": state[name]
+                for name in ("active", "kappa", "drift", "level", "wanted")
+            },
+        }
+
+    @staticmethod
+    def _sure(batch: TokenBatch) -> Tensor:
+        """Returns the mask of the tokens whose Phi has the sign that STARE assumes of rare tokens,
+        [N] bool."""
+        return is_rare(sensitivity_of(batch))
