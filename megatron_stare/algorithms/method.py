@@ -73,7 +73,7 @@ class Method(ABC):
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that says why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if at most the method's gate uses the log-prob pass.
+        log-prob pass. Returns None if only the method's gate, or nothing, uses the log-prob pass.
 
         A run can skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
         A run without the log-prob pass makes one update per rollout batch. Without the log-prob
@@ -147,7 +147,7 @@ class Method(ABC):
 
         The trainer calls `requests` again until a call returns no new names, so that a request can
         build on the statistics in `known`. The statistic `tokens`, by which `coefficients` divides,
-        is the number of positions in the loss mask.
+        is the number of positions that count in the loss.
         """
         return {"tokens": Count(batch.loss_mask)}
 

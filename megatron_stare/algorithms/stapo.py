@@ -96,7 +96,7 @@ class SpuriousTokens:
 class Stapo(Grpo):
     """Settings of STAPO, with the defaults of version 4 of the paper.
 
-    `tau_p`: the probability below which a token may be spurious.
+    `tau_p`: the probability below which a token can be spurious.
     `version`: the version of the paper. 'v4' takes the entropy quantile over the candidates. 'v1'
         takes the entropy quantile over all tokens.
     `quantile`: q. Version 4 of the paper uses 0.75. Version 1 gives two values, 0.8 and 0.2.

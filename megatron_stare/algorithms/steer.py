@@ -41,9 +41,8 @@ class Steer(Reweighted):
     """Settings of STEER.
 
     `map`: the function from |O| to the weight, 'linear' or 'exponential'.
-    `weight_min`, `weight_max`: bounds of the weight. The exponential map does not read
-        `weight_max`.
-    `floor`: the smallest scale of |O| in the exponential map.
+    `weight_min`, `weight_max`: bounds of the weight. The exponential map does not use `weight_max`.
+    `floor`: the lower bound of max |O| in the exponential map.
     """
 
     weight_metric: ClassVar[str] = "steer/weight"

@@ -1,6 +1,6 @@
 """Computes statistics within each micro-batch of each rank. Published code computes selection
-thresholds in this way. The statistics of this module serve only for comparisons with published
-code.
+thresholds within each micro-batch. The statistics of this module serve only for comparisons with
+published code.
 
 Thresholds, quantiles, counts, means, maxima and sums over tokens are computed from one micro-batch
 alone. Two kinds of statistics still cover the whole batch: the number of tokens by which the loss

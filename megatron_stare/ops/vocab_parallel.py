@@ -109,10 +109,10 @@ class Problem:
 class Rows:
     """Row values, [N] each, that backward needs in addition to the logits.
 
-    `local`: int64 column of the target token on this rank; -1: another rank holds the target's
+    `local`: int64 column of the target token on this rank, or -1 if another rank has the target's
         column.
-    `m`: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, which
-        represents m exactly.
+    `m`: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, and
+        this dtype represents m exactly.
     `s`, `entropy`: the values s and H of the formulas, over all ranks, in float64.
     """
 
