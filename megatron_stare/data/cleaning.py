@@ -102,7 +102,7 @@ class Contamination:
             self._grams.update(map(hash, _grams(pieces(problem), ngram)))
 
     def has(self, prompt: str) -> bool:
-        """Tells whether a training problem equals an evaluation problem, or shares `ngram`
+        """Returns True if a training problem equals an evaluation problem, or shares `ngram`
         consecutive words with an evaluation problem."""
         return words(prompt) in self._whole or any(
             hash(gram) in self._grams for gram in _grams(pieces(prompt), self._ngram)

@@ -34,7 +34,8 @@ class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
     A user-defined class is called as `cls(config, tokenizer, split)`, with its settings as keyword
-    arguments. A source that omits records may report their number in an attribute `dropped`.
+    arguments. A source that omits records can report the number of omitted records in an attribute
+    `dropped`.
     """
 
     problems: int | None

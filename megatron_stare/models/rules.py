@@ -1,5 +1,5 @@
 """Defines the rules that map Hugging Face tensors to Megatron parameters. A rule names the tensors
-that make up a parameter, and says how the parameter is cut over tensor-parallel ranks.
+that make up a parameter, and defines how the parameter is split over tensor-parallel ranks.
 
 Loading, export, gradients, the weight stream and conversion all use a family's rules. Rules use
 Megatron's parameter names, with layers numbered as in the whole model. Rules cover both layer
@@ -51,8 +51,8 @@ class Rule:
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns, for each part, the range of rows [start, stop) that it takes up in its source
-        tensor.
+        """Returns for each part the rows [start, stop) of the part's source tensor that contain the
+        part.
 
         Args:
             rows: number of rows of each tensor in hf, or of each part.
@@ -71,7 +71,7 @@ class Rule:
 
     @property
     def cut(self) -> int:
-        """Dimension along which the Hugging Face tensors are cut over tensor-parallel ranks."""
+        """Dimension along which the Hugging Face tensors are split over tensor-parallel ranks."""
         return 1 if self.layout == "row" else 0
 
 
@@ -164,9 +164,10 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
     """Splits this rank's shard of a Megatron tensor into blocks, one for each part in rule.sources.
     The Megatron tensor is a weight or a gradient.
 
-    Concatenating the blocks of one part from all ranks along the dimension rule.cut gives the whole
-    part. Blocks are views of the shard, unless Megatron cut through a query group. The rows of a
-    block can span several dimensions, and flattening these dimensions gives the rows in order.
+    The blocks of one part from all ranks, concatenated along the dimension rule.cut, give the whole
+    part. Blocks are views of the shard, unless Megatron has split a query group over ranks. The
+    rows of a block can span several dimensions, and flattening these dimensions gives the rows in
+    order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":
