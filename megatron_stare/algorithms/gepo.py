@@ -85,8 +85,8 @@ class Gepo(Reweighted):
         return batch.groups[batch.sequence]
 
     def surprisals(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns H_g of every group, and the mask of the groups that have tokens, [number of
-        groups] each."""
+        """Returns for every group its H_g and a flag that is True if the group has tokens, [number
+        of groups] each."""
         tokens = tensor(statistics, "gepo/tokens")
         return tensor(statistics, "gepo/sum") / tokens.clamp_min(1), tokens > 0
 

@@ -86,8 +86,8 @@ class Method(ABC):
 
     @property
     def selects(self) -> tuple[TokenSet, ...]:
-        """Returns the token sets that `selected` distinguishes. Diagnostics log each set under its
-        name."""
+        """Returns the token sets that `selected` distinguishes. In diagnostics, each set is logged
+        under its name."""
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:

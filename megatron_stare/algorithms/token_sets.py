@@ -42,8 +42,7 @@ class TokenSet:
 
     `name`: the name of the set in statistics and metrics.
     `sign`: the sign of the advantage of every token in the set.
-    `rare`: True if the set has the rare tokens of this sign, False if the set has the common tokens
-        of this sign.
+    `rare`: True for a set of rare tokens, False for a set of common tokens.
     `weight`: the name of the state value that multiplies the set's advantages while the gate is
         open.
     `code`: the number of the set in `Method.selected`.

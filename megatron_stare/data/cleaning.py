@@ -111,7 +111,7 @@ class Contamination:
 
 def _grams(found: Sequence[tuple[str, bool]], ngram: int) -> Iterator[tuple[str, ...]]:
     """Yields every sequence of `ngram` consecutive words. Each sequence also contains the operators
-    and brackets between these words."""
+    and brackets between its words."""
     places = [at for at, (_, is_word) in enumerate(found) if is_word]
     for first, last in zip(places, places[ngram - 1 :], strict=False):
         yield tuple(piece for piece, _ in found[first : last + 1])

@@ -236,7 +236,7 @@ class ModelFamily:
     @property
     def vocabulary(self) -> frozenset[str]:
         """Names of the Hugging Face tensors with one row per vocabulary entry. Engines and Megatron
-        pad these tensors."""
+        pad the rows of the vocabulary."""
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:

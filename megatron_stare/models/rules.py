@@ -35,8 +35,8 @@ class Rule:
     make up this parameter. The names have {} in place of layer and expert numbers.
 
     If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each of
-    these tensors. If a checkpoint fuses these tensors end to end in one tensor, `hf` names the
-    fused tensor.
+    these tensors. If a checkpoint fuses q, k and v, or gate and up, end to end in one tensor, `hf`
+    names the fused tensor.
     """
 
     megatron: str
@@ -210,8 +210,8 @@ def _parts(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> list[_Ro
 
 
 def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
-    """Returns the rows of q, k and v in Megatron's order. In this order, each query group has its q
-    heads first, then its k head, then its v head."""
+    """Returns the rows of q, k and v in Megatron's order. In Megatron's order, each query group has
+    its q heads first, then its k head, then its v head."""
     rest = q.shape[1:]
     grouped = [x.reshape(groups, -1, head_dim, *rest) for x in (q, k, v)]
     return torch.cat(grouped, dim=1).reshape(-1, *rest)

@@ -4,7 +4,7 @@ published code.
 
 Thresholds, quantiles, counts, means, maxima and sums over tokens are computed from one micro-batch
 alone. Two kinds of statistics still cover the whole batch: the number of tokens by which the loss
-is divided, and sums over a response or a prompt group. A prompt group may be spread over several
+is divided, and sums over a response or a prompt group. A prompt group can be spread over several
 micro-batches, so a sum within one micro-batch would miss a part of the group.
 """
 

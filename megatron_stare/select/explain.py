@@ -195,7 +195,7 @@ def read(dumps: Sequence[Path]) -> list[Row]:
 
 
 def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
-    """Returns all figures of a run.
+    """Returns all statistics of a run.
 
     Args:
         rows: the run's responses.

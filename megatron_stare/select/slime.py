@@ -247,7 +247,7 @@ def _append(folder: Path, rollout_id: int, selector: Selector) -> None:
 
 def _read(folder: str | None, rollout_id: int) -> dict[str, Any] | None:
     """Returns the state after the rollout `rollout_id`, or None. If the file has several states for
-    this rollout, the function returns the last state."""
+    `rollout_id`, the function returns the last state."""
     file = Path(folder or "", STATES)
     found = None
     for line in file.read_text().splitlines() if file.is_file() else ():

@@ -47,8 +47,8 @@ class Task:
     """Data, prompt template, verifier, environment and sampling settings under one name.
 
     `config`: the run's configuration, in which the task's own settings (OWN) replace the run's
-        settings. All sources and environments, including user-defined ones, are built from this
-        configuration, so they need no code for tasks.
+        settings. All sources and environments, including user-defined ones, are built from
+        `config`, so they need no code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
     `own`: the overridden settings. Maps the name of each overridden setting of the run to the name
         of the task's setting that replaces it.
