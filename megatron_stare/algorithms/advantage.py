@@ -63,8 +63,8 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """Returns the mask of the groups whose counted values in `x` [B] are all equal, [number] bool.
-    Groups without counted values are also in the mask."""
+    """Returns the mask of the groups in which all counted responses have the same value in `x` [B],
+    [number] bool. Groups without counted responses are also in the mask."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

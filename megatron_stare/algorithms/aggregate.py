@@ -2,7 +2,7 @@
 
 Coefficients are computed from counts over the whole batch of an optimizer step. The loss, summed
 over ranks and micro-batches, is therefore the same in every parallel layout. Only the aggregation
-'micro_batch_mean' depends on the layout, for comparisons with code that averages per micro-batch.
+'micro_batch_mean' depends on the layout, because it reproduces code that averages per micro-batch.
 """
 
 from __future__ import annotations

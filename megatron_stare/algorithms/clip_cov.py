@@ -88,8 +88,8 @@ class ClipCov(Grpo):
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
         """Returns the mask of the candidates whose gradient the ratio clip does not remove, [N]
-        bool. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`), because
-        `batch.selected_by` holds the log-probs that select tokens."""
+        bool. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`), because tokens are
+        selected by the log-probs in `batch.selected_by`."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

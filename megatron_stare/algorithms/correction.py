@@ -1,5 +1,5 @@
-"""Importance correction weights the policy loss, because the engine that samples and the trainer
-that learns compute different probabilities for the same token.
+"""Importance correction multiplies the policy loss by a weight, because the engine that samples and
+the trainer that learns compute different probabilities for the same token.
 
     r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
     R = r (token), or over the response the product of r (sequence) or exp(mean ln r) (geometric)
@@ -46,12 +46,13 @@ class Correction:
         geometric mean of these token ratios.
     `low`, `high`: the bounds of the ratio. The mode `truncate` uses only `high`.
     `reject`: bounds (low, high) of a token's own ratio. In every mode, a token whose own ratio lies
-        outside these bounds is removed from the loss and from the denominator of the loss. If
-        `reject` is null, no token is rejected.
-    `veto`: the lowest ratio that a token may have. A response with a token ratio below `veto` is
-        removed from the loss and from the denominator of the loss. If `veto` is null, no response
-        is removed.
-    `normalise`: true divides every weight by the mean weight over all kept tokens in the batch.
+        outside the bounds of `reject` is removed from the loss and from the denominator of the
+        loss. If `reject` is null, no token is rejected.
+    `veto`: the lowest allowed token ratio. A response with a token ratio below `veto` is removed
+        from the loss and from the denominator of the loss. If `veto` is null, no response is
+        removed.
+    `normalise`: if true, every weight is divided by the mean weight over all kept tokens in the
+        batch.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -140,8 +141,7 @@ class Correction:
                 return level
 
     def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns for each token the ratio R, [N], which is the ratio of the token or of the
-        token's response."""
+        """Returns for each token the ratio R of the token or of the token's response, [N]."""
         own = _log_ratio(batch)
         if self.level == "token":
             return own.exp()

@@ -12,7 +12,7 @@ paper, p is the probability under the policy that is being updated. The setting
 differs from the paper's p only if a batch gets several updates. The setting `entropy_target` is not
 in the paper. With `entropy_target`, the weights act only while the mean entropy of the batch is
 below the target. At or above the target, every token has the weight 1/2 instead of 1, so that the
-size of a step hardly changes when the gate closes.
+size of a step hardly changes when the entropy reaches the target.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Dg(Steered):
     """Settings of DG, with the paper's temperature.
 
     `eta`: the temperature of the weights. Small values bring the weights close to 0 or 1.
-    entropy_target: an entropy in nats. The weights act only while the mean entropy of the batch is
-        below `entropy_target`. If `entropy_target` is null, the weights always act.
+    `entropy_target`: an entropy in nats. The weights act only while the mean entropy of the batch
+        is below `entropy_target`. If `entropy_target` is null, the weights always act.
     """
 
     weight_metric: ClassVar[str] = "dg/weight"

@@ -4,9 +4,9 @@ controller changes the weights of right and wrong answers, but only on tokens of
     e = H - target        a = clip(K_p e + K_i sum of e, -1, 1)
     on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
 
-Every step computes the value a: before the loss or, if `statistics.gate` is `lagged`, after the
-loss. As in the authors' code, the sum of e has no bound. If the entropy stays on one side of the
-target for long, it therefore stays on the other side for equally long afterwards.
+Every step computes the value a before the loss, or after the loss if `statistics.gate` is `lagged`.
+As in the authors' code, the sum of e has no bound. After a long time on one side of the target, the
+entropy therefore stays on the other side for equally long.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class EntropyBonus:
     def control(
         self, state: dict[str, torch.Tensor], statistics: Statistics
     ) -> dict[str, torch.Tensor]:
-        """Returns the state. The entry USED is for this step, and the entries COEF and OPEN are for
-        the next step."""
+        """Returns the state. The entry USED is the coefficient of this step, and the entries COEF
+        and OPEN determine the coefficient of the next step."""
         if self.target is None:
             return state
         entropy = scalar(statistics, MEASURE)

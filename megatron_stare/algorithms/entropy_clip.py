@@ -146,8 +146,8 @@ class ClipV(Grpo):
 
     `mu`: a token of negative advantage is a candidate if -Phi is above `mu` standard deviations of
         Phi.
-    `max_share`: at most this share of all tokens is removed, namely the candidates of largest -Phi.
-        If there are candidates, at least one is removed.
+    `max_share`: the largest share of all tokens that can be removed; the candidates of largest -Phi
+        are removed first. If there are candidates, at least one is removed.
     """
 
     aggregation: Aggregation = "token_mean"

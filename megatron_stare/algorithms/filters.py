@@ -1,9 +1,9 @@
 """Filters remove tokens from the loss, one filter after the other, before the method requests its
 own statistics.
 
-A filter can also request statistics of its own. Each filter sees only the tokens that the filters
-before it kept. The order is therefore fixed: rejection by importance ratio comes first, then the
-mask of the method, then the method's quantiles over the kept tokens.
+A filter can also request statistics of its own. Each filter sees only the tokens that all earlier
+filters kept. The order is therefore fixed: rejection by importance ratio comes first, then the mask
+of the method, then the method's quantiles over the kept tokens.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Gepo(Reweighted):
 
     `weight_low`: the weight of positive advantages in groups below the lower bound.
     `weight_high`: the weight of negative advantages in groups above the upper bound. `weight_high`
-        must be below `weight_low`; otherwise the responses shrink to nothing.
+        must be below `weight_low`; otherwise the response length falls towards 0.
     `spread_low`, `spread_high`: the distances of the two bounds from the mean over the groups, in
         standard deviations.
     `rate`: r, the weight of a new batch in the running bounds.
@@ -85,8 +85,8 @@ class Gepo(Reweighted):
         return batch.groups[batch.sequence]
 
     def surprisals(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns H_g of every group, and the mask of the groups that have tokens, [number of
-        groups] each."""
+        """Returns for every group its H_g and a flag that is True if the group has tokens, [number
+        of groups] each."""
         tokens = tensor(statistics, "gepo/tokens")
         return tensor(statistics, "gepo/sum") / tokens.clamp_min(1), tokens > 0
 

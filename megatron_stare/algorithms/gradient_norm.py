@@ -169,8 +169,8 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
 
 
 def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
-    """Counts for each element of x the values in `ends` that are not above this element, [N]
-    int64."""
+    """Returns for each element of x the number of values in `ends` that are at most this element,
+    [N] int64."""
     found = torch.zeros_like(x, dtype=torch.int64)
     for end in ends:
         found += x >= end
@@ -178,7 +178,7 @@ def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
 
 
 def norm_metrics(statistics: Statistics, temperature: float) -> dict[str, Tensor]:
-    """Returns the 0-dim metrics `gradient/*`. Without tokens, every share is 0."""
+    """Returns the 0-dim metrics `gradient/*`. If there are no tokens, every share is 0."""
     tokens, plain = scalar(statistics, "norm/tokens"), scalar(statistics, "norm/plain")
     return {
         "gradient/logit_norm": scalar(statistics, "norm/square").sqrt() / temperature,

@@ -1,11 +1,11 @@
-"""GRPODropout drops right answers to a prompt, the most likely answer first, as long as the
-remaining answers would lower the entropy.
+"""GRPODropout drops right answers to a prompt, the most likely answer first, until the remaining
+answers would no longer lower the entropy.
 
     s_i = mean surprisal of a response        K: all responses to the prompt with tokens
     while Cov_i(A_i [i in K], s_i) < 0: drop from K the response of lowest s_i among those of A > 0
     b = sum_K e^{-s_i} A_i / sum_K e^{-s_i}        A_i <- A_i - b in K, 0 outside K
 
-The covariance covers all responses to the prompt, and a dropped response enters with advantage 0.
+The covariance covers all responses to the prompt, and a dropped response counts with advantage 0.
 Tokens of dropped responses still count in N, the divisor of the loss. Two details are inferred,
 because only a description of the method was available: both sums run over the prompt's responses,
 and N counts the tokens of dropped responses.

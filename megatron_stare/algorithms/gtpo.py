@@ -51,14 +51,14 @@ ROUNDING = 1e-6
 class Gtpo(Clipped):
     """Settings of GTPO, with the paper's defaults.
 
-    `alpha1`, `alpha2`: weights of outcome and entropy.
+    `alpha1`, `alpha2`: the weights of the outcome and of the entropy in the reward.
     `normalise`: 'joint' takes mean and std over all tokens. 'separate' takes one mean and std over
         correct tokens, and another mean and std over wrong tokens (eq. 6 read literally).
     `scope`: the tokens that are compared with each other. 'group' compares the tokens of one
         prompt, as in the paper's formulas. 'batch' compares all tokens of the batch, as in the
         paper's discussion.
-    `entropy_clamp`: bounds (low, high) in nats. Entropies are clamped to these bounds before they
-        shape the rewards. If `entropy_clamp` is null, entropies are not clamped.
+    `entropy_clamp`: bounds (low, high) in nats. The rewards use entropies that are clamped to the
+        bounds of `entropy_clamp`. If `entropy_clamp` is null, entropies are not clamped.
     `correct_from`: the lowest reward that counts as correct.
     `eps`: a number that is added to every entropy and to the standard deviation, so that no divisor
         is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy. In

@@ -54,27 +54,26 @@ class Method(ABC):
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Tells whether the training pass must compute `TokenBatch.current_entropy`, with
+        """Returns True if the training pass must compute `TokenBatch.current_entropy`, with
         gradient."""
         return False
 
     @property
     def needs_reference(self) -> bool:
-        """Tells whether the reference policy must compute log-probs of the batch
+        """Returns True if the reference policy must compute log-probs of the batch
         (`TokenBatch.reference_log_prob`)."""
         return False
 
     @property
     def needs_second_moment(self) -> bool:
-        """Tells whether the log-prob pass must compute `TokenBatch.sum_p2` and
+        """Returns True if the log-prob pass must compute `TokenBatch.sum_p2` and
         `TokenBatch.sum_p2_log_p`, which the entropy sensitivity reads (sensitivity.py)."""
         return False
 
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that says why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if nothing in the method reads the log-prob pass, except perhaps
-        the method's gate.
+        log-prob pass. Returns None if only the method's gate, or nothing, uses the log-prob pass.
 
         A run can skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
         A run without the log-prob pass makes one update per rollout batch. Without the log-prob
@@ -94,14 +93,14 @@ class Method(ABC):
 
     @property
     def selects(self) -> tuple[TokenSet, ...]:
-        """Returns the token sets that `selected` distinguishes. Diagnostics log each set under its
-        name."""
+        """Returns the token sets that `selected` distinguishes. In diagnostics, each set is logged
+        under its name."""
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """Returns the mask of the responses that carry loss, [B] bool. In a response that carries
-        loss, only the tokens in the loss mask carry loss. If a response carries no loss, the tokens
-        of the response count neither in N nor in quantiles."""
+        """Returns the mask of the responses that contribute to the loss, [B] bool. If a response
+        contributes to the loss, only its tokens in the loss mask contribute. If a response does not
+        contribute to the loss, its tokens count neither in N nor in quantiles."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
@@ -154,8 +153,8 @@ class Method(ABC):
         batch; the loss needs statistics of a mini-batch.
 
         The trainer calls `requests` again until a call returns no new names, so that a request can
-        build on the statistics in `known`. The statistic `tokens` is the number of positions that
-        carry loss; `coefficients` divides by `tokens`.
+        build on the statistics in `known`. The statistic `tokens`, by which `coefficients` divides,
+        is the number of positions that count in the loss.
         """
         return {"tokens": Count(batch.loss_mask)}
 
@@ -182,8 +181,8 @@ class Method(ABC):
         factor is 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns for each token the code of its set in `selects`, [N] int8. The codes serve
-        diagnostics and people who read responses.
+        """Returns for each token the code of its set in `selects`, [N] int8. The codes are meant
+        for diagnostics and for people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of
         negative advantage. Code 2 is U+, the common tokens of positive advantage, and -2 is U-, the

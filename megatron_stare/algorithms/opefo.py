@@ -6,9 +6,9 @@ the entropy.
     lambda = (F- - F+) / (F+ + F-)
     w = 1 + lambda on L+ and U-         w = 1 - lambda on U+ and L-
 
-With these weights, F+ and F- both become 2 F+ F- / (F+ + F-). If all tokens have the same
-coefficient (token_mean, no importance correction), a step on the sampling policy therefore does not
-change the entropy to first order. The weights keep the entropy at its present value, without a
+The weights w make F+ and F- both equal to 2 F+ F- / (F+ + F-). With equal coefficients for all
+tokens (token_mean, no importance correction), a step from the sampling policy therefore leaves the
+entropy unchanged to first order. The weights keep the entropy at its present value, without a
 target. Only summaries of the paper were read, so it is inferred that F uses the exact Phi of the
 whole batch. Phi always comes from the log-prob pass, for every value of `statistics.surprisal`.
 """
@@ -42,7 +42,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Opefo(Reweighted):
-    """Settings of GRPO. OPEFO adds no settings, because lambda follows from the batch."""
+    """Settings of GRPO. OPEFO adds no settings, because lambda is computed from the batch."""
 
     weight_metric: ClassVar[str] = "opefo/weight"
 

@@ -178,7 +178,8 @@ class PolicyGradient(Method):
         return self.entropy_bonus.initial_state() if self.entropy_bonus is not None else {}
 
     def filters(self) -> tuple[Filter, ...]:
-        """Returns the filters that remove tokens from the loss, in the order of their use."""
+        """Returns the filters that remove tokens from the loss, in the order in which they are
+        applied."""
         return (self.correction,) if self.correction is not None else ()
 
     def narrowed(self, batch: TokenBatch, known: Statistics) -> Narrowed:

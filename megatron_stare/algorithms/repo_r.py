@@ -5,11 +5,11 @@
 
 With zeta above 0, rare tokens of right answers gain weight, and rare tokens of wrong answers lose
 weight. The paper centres L, but the public code (a pull request to SkyRL) does not. With
-`entropy_target`, every step changes zeta: before the loss is computed or, if `statistics.gate` is
-`lagged`, afterwards. Below the target, a positive zeta doubles and a negative zeta halves. Above
-the target, a positive zeta halves and a negative zeta doubles. If halving would make |zeta| smaller
-than `zeta_min`, |zeta| becomes `zeta_min` and the sign of zeta changes. The controller's rule comes
-from the description of the public code, so the order of the rule's cases is inferred.
+`entropy_target`, every step changes zeta before the loss is computed, or afterwards if
+`statistics.gate` is `lagged`. Below the target, a positive zeta doubles and a negative zeta halves.
+Above the target, a positive zeta halves and a negative zeta doubles. If halving would make |zeta|
+smaller than `zeta_min`, |zeta| becomes `zeta_min` and the sign of zeta changes. The controller's
+rule comes from the description of the public code, so the order of the rule's cases is inferred.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RepoR(Steered):
 
     `zeta`: the coefficient. With an entropy target, `zeta` is the initial value of the coefficient.
     `zeta_min`, `zeta_max`: the bounds of |zeta| if there is an entropy target.
-    entropy_target: the target of the mean entropy, nats. If `entropy_target` is null, zeta is
+    `entropy_target`: the target of the mean entropy, nats. If `entropy_target` is null, zeta is
         fixed.
     `centred`: true for L = ln p + H, false for L = ln p.
     """

@@ -25,8 +25,8 @@ from megatron_stare.records.metric import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class Reweighted(Grpo):
-    """Settings that all reweighting methods share. In `weight_metric`, a subclass names the metric
-    that logs the subclass's mean weight."""
+    """Settings that all reweighting methods share. A subclass sets `weight_metric` to the name of
+    the metric that logs the subclass's mean weight."""
 
     weight_metric: ClassVar[str]
 
@@ -47,10 +47,11 @@ class Reweighted(Grpo):
 
 @dataclass(frozen=True, kw_only=True)
 class Steered(Reweighted):
-    """Settings of a method whose state follows the mean entropy of all tokens that carry loss.
+    """Settings of a method that updates its state from the mean entropy of all tokens in the loss
+    mask.
 
     `entropy_target`: the target entropy, nats. If `entropy_target` is null, the state does not
-        move.
+        change.
     """
 
     entropy_target: float | None = None

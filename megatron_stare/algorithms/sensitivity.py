@@ -144,7 +144,7 @@ def is_rare(phi: Tensor) -> Tensor:
 
 
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
-    """Returns the masks of U+, L+, U- and L- among the tokens that carry loss, [N] bool each. A
+    """Returns the masks of U+, L+, U- and L- among the tokens in the loss mask, [N] bool each. A
     token with advantage 0 is in none of the four sets."""
     rare = is_rare(phi)
     plus, minus = batch.loss_mask & (batch.advantage > 0), batch.loss_mask & (batch.advantage < 0)

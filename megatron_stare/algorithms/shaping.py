@@ -1,5 +1,6 @@
-"""Computes length penalties on rewards, and finds the prompt groups with different rewards. Also
-names the treatments of truncated responses. The functions run on whole batches, on the host.
+"""Computes length penalties on rewards, and finds the prompt groups whose rewards differ. Also
+defines names for the treatments of truncated responses. The functions run on whole batches, on the
+host.
 
 In shapes, B is the number of responses, and G is the number of prompt groups.
 """
@@ -26,7 +27,7 @@ class Overlong:
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
     `max_length`: the length of the longest response that the run allows, tokens.
-    `cache`: over the last `cache` tokens before max_length, the penalty grows from 0 to `factor`.
+    `cache`: the number of tokens before max_length over which the penalty grows from 0 to `factor`.
     `factor`: the size of the penalty at max_length.
     """
 

@@ -96,10 +96,11 @@ class SpuriousTokens:
 class Stapo(Grpo):
     """Settings of STAPO, with the defaults of version 4 of the paper.
 
-    `tau_p`: the probability below which a token may be spurious.
+    `tau_p`: the probability below which a token can be spurious.
     `version`: the version of the paper. 'v4' takes the entropy quantile over the candidates. 'v1'
         takes the entropy quantile over all tokens.
-    `quantile`: q. Version 4 of the paper uses 0.75. Version 1 gives two values, 0.8 and 0.2.
+    `quantile`: q. Version 4 of the paper uses the 0.75-quantile. Version 1 gives two quantiles, 0.8
+        and 0.2.
     `interpolation`: the interpolation of the quantile between two entropies. The paper does not
         specify the interpolation.
     `denominator`: 'kept' divides the loss by the number of kept tokens, as in the paper. 'all'

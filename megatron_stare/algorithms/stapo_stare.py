@@ -22,8 +22,8 @@ from megatron_stare.records.batch_statistics import Statistics, scalar
 
 @dataclass(frozen=True, kw_only=True)
 class StapoStare(Stare):
-    """Settings of STARE. The additional setting `spurious` holds STAPO's settings tau_p, version,
-    quantile, interpolation and denominator."""
+    """Settings of STARE. The additional setting `spurious` contains STAPO's settings tau_p,
+    version, quantile, interpolation and denominator."""
 
     spurious: SpuriousTokens = field(default_factory=SpuriousTokens)
 

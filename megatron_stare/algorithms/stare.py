@@ -1,9 +1,9 @@
 """STARE (arXiv 2606.19236) reweights advantages by surprisal while its target-entropy gate is open.
 
 While the mean entropy of the batch is below the target, STARE multiplies the advantages of the
-tokens that change the entropy most. Among the tokens with positive advantage, L+ is the share P of
-highest surprisal. Among the tokens with negative advantage, L- is the share P of highest surprisal.
-A variant of STARE reweights L+, L- or both.
+tokens that change the entropy most. Of the tokens with positive advantage, the share P with the
+highest surprisal forms L+. Of the tokens with negative advantage, the share P with the highest
+surprisal forms L-. A variant of STARE reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
@@ -13,8 +13,8 @@ The paper and this file take the quantile over the whole batch. The released cod
 per micro-batch and rank. With `adaptive`, every step changes W and M, even while the gate is
 closed. As in the paper and in the released code, W and M change before the loss of the same step is
 computed. The module token_sets.py has the other operators of the paper's ablation, which also act
-on common tokens. In the ablation, a gate per sample reads the mean entropy of the response, and a
-gate per token reads the entropy at the token.
+on common tokens. In the ablation, a gate per sample uses the mean entropy of the response, and a
+gate per token uses the entropy at the token.
 """
 
 from __future__ import annotations
@@ -122,22 +122,24 @@ class Stare(Grpo):
     `variant`: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
         and 'C2' does both. In the ablation, 'O2' attenuates U+ and 'O3' amplifies U-. 'C1' combines
         O1 and O3, 'C3' combines O2 and O3, and 'C4' combines O2 and O4.
-    `share`: P. L+ selects this share of the tokens with positive advantage, and L- selects this
-        share of the tokens with negative advantage.
+    `share`: P. L+ selects the share P of the tokens with positive advantage, and L- selects the
+        share P of the tokens with negative advantage.
     `rare_below`: a fixed probability bound, which replaces P. A token with a probability below the
         bound is rare. If `rare_below` is null, `share` decides which tokens are rare.
     `common`: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom'
-        takes the share P of lowest surprisal.
+        takes the share P with the lowest surprisal.
     `amplify`: the factor W on amplified advantages, at least 1.
     `attenuate`: the factor M on attenuated advantages, in (0, 1].
     `entropy_target`: the gate is open while the entropy is below this target, nats. If
         `entropy_target` is null, the gate is always open.
-    `gate`: the entropy that the gate reads. 'batch' is the mean entropy of the batch, 'sample' the
-        mean entropy of the token's response, and 'token' the entropy at the token.
+    `gate`: the entropy that the gate compares with the target. 'batch' is the mean entropy of the
+        batch, 'sample' the mean entropy of the token's response, and 'token' the entropy at the
+        token.
     `gate_entropy`: the tokens that the gate's mean entropy covers. 'response' covers all response
         tokens. 'kept' covers the tokens that the filters left in the loss.
-    `adaptive`: true changes W and M by `adapt_rate` in every step, to bring the mean entropy of the
-        batch closer to the target. W stays within [1, amplify_max] and M within [attenuate_min, 1].
+    `adaptive`: if true, every step changes W and M by `adapt_rate`, to bring the mean entropy of
+        the batch closer to the target. W stays within [1, amplify_max] and M within [attenuate_min,
+        1].
     """
 
     clip_high: float = 0.28

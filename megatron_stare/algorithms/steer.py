@@ -8,8 +8,8 @@ O only approximates the exact change Phi, because O leaves out the rest of the v
 `statistics.surprisal: current`, p and rho come from the policy that is being updated, as in the
 authors' code. By default, p comes from the log-prob pass, and rho is 1. This file takes the minimum
 and maximum over the whole batch, but the authors' code takes both per micro-batch. A single outlier
-sets the scale for all tokens. In the authors' code, the function defaults to the linear map, but
-the main script sets the exponential map with w_min = 0.8. If all |O| are equal, the linear map
+sets the scale for all tokens. In the authors' code, the weight function defaults to the linear map,
+but the main script sets the exponential map with w_min = 0.8. If all |O| are equal, the linear map
 gives (w_min + w_max) / 2.
 """
 
@@ -41,9 +41,8 @@ class Steer(Reweighted):
     """Settings of STEER.
 
     `map`: the function from |O| to the weight, 'linear' or 'exponential'.
-    `weight_min`, `weight_max`: bounds of the weight. The exponential map does not read
-        `weight_max`.
-    `floor`: the smallest scale of |O| in the exponential map.
+    `weight_min`, `weight_max`: bounds of the weight. The exponential map does not use `weight_max`.
+    `floor`: the lower bound of max |O| in the exponential map.
     """
 
     weight_metric: ClassVar[str] = "steer/weight"

@@ -6,12 +6,12 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order every operator raises the entropy (sensitivity.py). For each sign of the advantage,
-the rare tokens are the share P of highest surprisal in the whole batch. If a fixed probability
-bound is set, rare tokens are instead the tokens with p below the bound. The paper does not define
-the common tokens. In this file, the common tokens are all tokens that are not rare ('complement'),
-or the share P of lowest surprisal ('bottom'). The page docs/algorithms/stare.md gives the reasons
-for both definitions.
+To first order, every operator raises the entropy (sensitivity.py). For each sign of the advantage,
+the rare tokens are the share P with the highest surprisal in the whole batch. If a fixed
+probability bound is set, rare tokens are instead the tokens with p below the bound. The paper does
+not define the common tokens. In this file, the common tokens are all tokens that are not rare
+('complement'), or the share P with the lowest surprisal ('bottom'). The page
+docs/algorithms/stare.md gives the reasons for both definitions.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class TokenSet:
 
     `name`: the name of the set in statistics and metrics.
     `sign`: the sign of the advantage of every token in the set.
-    `rare`: True if the set has the rare tokens of this sign, False if the set has the common tokens
-        of this sign.
+    `rare`: True for a set of rare tokens, False for a set of common tokens.
     `weight`: the name of the state value that multiplies the set's advantages while the gate is
         open.
     `code`: the number of the set in `Method.selected`.

@@ -102,7 +102,7 @@ class Contamination:
             self._grams.update(map(hash, _grams(pieces(problem), ngram)))
 
     def has(self, prompt: str) -> bool:
-        """Tells whether a training problem equals an evaluation problem, or shares `ngram`
+        """Returns True if a training problem equals an evaluation problem, or shares `ngram`
         consecutive words with an evaluation problem."""
         return words(prompt) in self._whole or any(
             hash(gram) in self._grams for gram in _grams(pieces(prompt), self._ngram)
@@ -111,7 +111,7 @@ class Contamination:
 
 def _grams(found: Sequence[tuple[str, bool]], ngram: int) -> Iterator[tuple[str, ...]]:
     """Yields every sequence of `ngram` consecutive words. Each sequence also contains the operators
-    and brackets between these words."""
+    and brackets between its words."""
     places = [at for at, (_, is_word) in enumerate(found) if is_word]
     for first, last in zip(places, places[ngram - 1 :], strict=False):
         yield tuple(piece for piece, _ in found[first : last + 1])

@@ -76,8 +76,8 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 def _chosen(
     rows: Sequence[Row], names: Sequence[str], path: str, role: str, usual: Sequence[str]
 ) -> str:
-    """Returns the first column of the list `usual` whose values can be read as `role`. `role` is
-    'prompt' or 'answer'. The comparison of column names ignores case."""
+    """Returns the first column of the list `usual` whose values can be read as the prompt or the
+    answer (`role`). `role` is 'prompt' or 'answer'. The comparison of column names ignores case."""
     lower = {name.lower(): name for name in reversed(names)}
     why = ""
     for name in (lower[key] for key in usual if key in lower):

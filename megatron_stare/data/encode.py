@@ -13,8 +13,8 @@ from megatron_stare.errors import ConfigError, DataError
 
 
 class PromptTooLongError(DataError):
-    """Raised if a prompt is longer than rollout.max_prompt_tokens and rollout.truncate_prompt does
-    not allow cutting the prompt."""
+    """Raised if a prompt exceeds rollout.max_prompt_tokens, unless rollout.truncate_prompt allows
+    cutting the prompt."""
 
 
 class PromptEncoder:

@@ -32,7 +32,7 @@ class _Part:
     """A file of a mixture.
 
     `weight`: weight of the file in the mixture, as an integer; see `whole_weights`.
-    `records`: records of the file, without those that were left out.
+    `records`: records of the file, without the omitted records.
     `taken`: number of records taken from the file so far.
     `pass_`: number of the current pass over the file; `order` is the order of the records in this
         pass.
@@ -186,7 +186,7 @@ class FilePrompts:
         return [self._next() for _ in range(n)]
 
     def state(self) -> dict[str, int]:
-        """Returns the number of prompts taken since the run began and the checksum of the files.
+        """Returns the checksum of the files and the number of prompts taken since the run began.
         With several files, the state also contains the mixing rule."""
         state = {"cursor": self._cursor, "checksum": self._checksum}
         return state | {"by_deadline": int(self._by_deadline)} if len(self._parts) > 1 else state
@@ -219,11 +219,12 @@ class FilePrompts:
         divided by the sum of all weights. The deadline of a file's j-th prompt (j = 1, 2, ...) is
         the number c at which the file's share reaches j. A file is a candidate if it has supplied
         fewer prompts than its share at c = cursor + 1. The rule chooses the candidate whose next
-        prompt has the earliest deadline. If several deadlines are equal, the rule chooses the first
-        of these files. With this rule, the number of prompts from a file always differs from the
-        file's share by less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15, 1996).
-        A run that was started with an earlier release keeps the earlier rule after a resume. The
-        earlier rule chooses the file that is furthest below its share.
+        prompt has the earliest deadline. If several candidates have the same deadline, the rule
+        chooses the first of these candidates. With this rule, the number of prompts from a file
+        always differs from the file's share by less than 1 (Baruah et al., Proportionate Progress,
+        Algorithmica 15, 1996). If a run was started with an earlier release, the run keeps the
+        earlier rule when it is resumed. The earlier rule chooses the file that is furthest below
+        its share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

@@ -64,9 +64,9 @@ def rendered(
     assistant wrote.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
-    the turn. The template's text after the turn's last special token carries no loss. Each turn is
-    encoded separately, so that no token spans two turns. In a rollout, no token spans two turns
-    either.
+    the turn. The template's text after the turn's last special token does not count in the loss.
+    Each turn is encoded separately, so that no token spans two turns. In a rollout, no token spans
+    two turns either.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).
@@ -197,8 +197,8 @@ class Conversations:
     """A PromptSource of demonstrations from one file. Every pass over the file has a new random
     order.
 
-    `dropped` contains the number of omitted rows for each reason. `remarks` reports how many
-    conversations, tokens and tokens with loss the file has. `ends` contains the ids of the special
+    `dropped` contains the number of omitted rows for each reason. `remarks` reports the numbers of
+    conversations, of tokens and of tokens in the loss. `ends` contains the ids of the special
     tokens that end the assistant's turns in the file. At the end of a run, `driver/session.py` adds
     the ids in `ends` to the stop tokens of the exported model.
 

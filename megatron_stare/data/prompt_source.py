@@ -34,7 +34,8 @@ class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
     A user-defined class is called as `cls(config, tokenizer, split)`, with its settings as keyword
-    arguments. A source that omits records may report their number in an attribute `dropped`.
+    arguments. A source that omits records can report the number of omitted records in an attribute
+    `dropped`.
     """
 
     problems: int | None
@@ -158,8 +159,8 @@ class PromptQueue:
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
-        """Puts back the last `n` prompts of the last `take`, which were not used. Raises ValueError
-        if the last `take` returned fewer than `n` prompts."""
+        """Puts back the final `n` prompts of the most recent `take`, which were not used. Raises
+        ValueError if the most recent `take` returned fewer than `n` prompts."""
         if n > len(self._last):
             raise ValueError(
                 f"{n} prompts cannot be given back of {len(self._last)} that were taken"

@@ -95,8 +95,9 @@ def verify(
 
 
 def self_test() -> list[str]:
-    """Scores a known question. The test also loads the package before the run, so that the first
-    response does not wait for imports. Raises ConfigError if the package is not installed."""
+    """Scores a known question. Scoring the question also loads the package before the run, so that
+    the first response does not wait for imports. Raises ConfigError if the package is not
+    installed."""
     task, entry = make_entry("chain_sum", "{}", 0, 0)
     scores = [task.score_answer(answer, entry) for answer in (entry["answer"], None)]
     return [] if scores == [1.0, 0.0] else [f"reasoning-gym scores a known question {scores}"]
@@ -104,8 +105,8 @@ def self_test() -> list[str]:
 
 @functools.lru_cache(maxsize=256)  # a prompt has many responses
 def make_entry(dataset: str, settings: str, seed: int, at: int) -> tuple[Any, dict[str, Any]]:
-    """Returns a pair: the task, and the task's entry number `at`. An entry consists of a question,
-    its answer and metadata.
+    """Returns a pair: the task, and the task's entry with the number `at`. An entry consists of a
+    question, its answer and metadata.
 
     Args:
         settings: settings of the task, as JSON.

@@ -105,8 +105,8 @@ def split_of(problem: Problem) -> Split:
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
     """Returns a response for supervised training: a guess or a search, as the module's docstring
-    explains. A search starts at a random combination of SIGNS and goes on from there in cyclic
-    order.
+    explains. A search starts at a random combination of SIGNS and continues with the next
+    combinations in cyclic order.
 
     Args:
         seed: selects the response. The response also depends on the problem.

@@ -1,4 +1,4 @@
-"""Provides the tasks of an environment of the library `verifiers` as prompts."""
+"""Makes prompts from the tasks that an environment of the library `verifiers` provides."""
 
 from __future__ import annotations
 

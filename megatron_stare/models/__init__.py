@@ -2,8 +2,8 @@
 
 The `model_type` of config.json names the family, as in transformers. Each file of this package that
 has a `FAMILY` object defines one family, so no separate list of families is needed. Other installed
-packages add families as entry points of the group PLUG_INS. The name of such an entry point is the
-family's model_type. An entry point is imported only when a model needs the entry point's family.
+packages add families as entry points of the group PLUG_INS. The name of a family's entry point is
+the family's model_type. Families of other packages are imported only when a model needs them.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class DeepseekV3(Glm4Moe):
 
     def served(self, name: str, shape: ModelShape) -> Served:
         """Returns the location of a Hugging Face tensor among the parameters of an engine's server.
-        The servers fuse the two projections that compute the latents into one parameter. The
+        In the servers, one parameter fuses the two projections that compute the latents. The
         servers keep the router's weights in the compute dtype, but the router's bias in float32."""
         layer, _, module = name.rpartition(".self_attn.")
         if module in _INTO_LATENTS:

@@ -236,7 +236,7 @@ class ModelFamily:
     @property
     def vocabulary(self) -> frozenset[str]:
         """Names of the Hugging Face tensors with one row per vocabulary entry. Engines and Megatron
-        pad these tensors."""
+        pad the rows of the vocabulary."""
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
@@ -244,16 +244,16 @@ class ModelFamily:
         with the sequence's length, and the work of attention grows with the square of the length.
 
         For hidden size h and length n, a layer's matrices take 24 h^2 operations a token (Q, K, V,
-        output and a gated MLP of 8/3 h). Causal attention takes 2 h n operations a token. The ratio
-        of attention to matrices is n / (12 h).
+        output and a gated MLP of 8/3 h). Causal attention takes 2 h n operations a token. Attention
+        therefore takes n / (12 h) times as many operations as the matrices.
         """
         return length * (1 + length / (12 * shape.hidden))
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
-    """Raises DataError if config.json describes two different rotary embeddings. For such a file,
-    transformers and servers would use the older key, rope_scaling, and ignore the base in the newer
-    key, rope_parameters."""
+    """Raises DataError if config.json describes two different rotary embeddings. If the two keys
+    describe different embeddings, transformers and servers would use the older key, rope_scaling,
+    and ignore the base in the newer key, rope_parameters."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return

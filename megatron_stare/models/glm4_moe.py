@@ -28,7 +28,8 @@ _OF_DENSE = ("mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj.")
 
 
 class Glm4Moe(Qwen3Moe):
-    """GLM-4.5. In this family, `attention_bias` is a bias on queries, keys and values."""
+    """GLM-4.5. In this family, the setting `attention_bias` means a bias on queries, keys and
+    values."""
 
     model_type = "glm4_moe"
     served_by_groups = True

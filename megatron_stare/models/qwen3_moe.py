@@ -22,8 +22,8 @@ _SERVED_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen3-MoE. A checkpoint holds every expert's matrices separately. In contrast, transformers
-    and servers stack the matrices of a layer's experts."""
+    """Qwen3-MoE. A checkpoint has separate matrices for every expert. In transformers and in
+    servers, the matrices of a layer's experts are stacked."""
 
     model_type = "qwen3_moe"
     rules = (

@@ -1,5 +1,5 @@
 """Defines the rules that map Hugging Face tensors to Megatron parameters. A rule names the tensors
-that make up a parameter, and says how the parameter is cut over tensor-parallel ranks.
+that make up a parameter, and defines how the parameter is split over tensor-parallel ranks.
 
 Loading, export, gradients, the weight stream and conversion all use a family's rules. Rules use
 Megatron's parameter names, with layers numbered as in the whole model. Rules cover both layer
@@ -35,8 +35,8 @@ class Rule:
     make up this parameter. The names have {} in place of layer and expert numbers.
 
     If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each of
-    these tensors. If a checkpoint fuses these tensors end to end in one tensor, `hf` names the
-    fused tensor.
+    these tensors. If a checkpoint fuses q, k and v, or gate and up, end to end in one tensor, `hf`
+    names the fused tensor.
     """
 
     megatron: str
@@ -51,8 +51,8 @@ class Rule:
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns, for each part, the range of rows [start, stop) that it takes up in its source
-        tensor.
+        """Returns for each part the rows [start, stop) of the part's source tensor that contain the
+        part.
 
         Args:
             rows: number of rows of each tensor in hf, or of each part.
@@ -71,7 +71,7 @@ class Rule:
 
     @property
     def cut(self) -> int:
-        """Dimension along which the Hugging Face tensors are cut over tensor-parallel ranks."""
+        """Dimension along which the Hugging Face tensors are split over tensor-parallel ranks."""
         return 1 if self.layout == "row" else 0
 
 
@@ -164,9 +164,10 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
     """Splits this rank's shard of a Megatron tensor into blocks, one for each part in rule.sources.
     The Megatron tensor is a weight or a gradient.
 
-    Concatenating the blocks of one part from all ranks along the dimension rule.cut gives the whole
-    part. Blocks are views of the shard, unless Megatron cut through a query group. The rows of a
-    block can span several dimensions, and flattening these dimensions gives the rows in order.
+    The blocks of one part from all ranks, concatenated along the dimension rule.cut, give the whole
+    part. Blocks are views of the shard, unless Megatron has split a query group over ranks. The
+    rows of a block can span several dimensions, and flattening these dimensions gives the rows in
+    order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":
@@ -209,8 +210,8 @@ def _parts(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> list[_Ro
 
 
 def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
-    """Returns the rows of q, k and v in Megatron's order. In this order, each query group has its q
-    heads first, then its k head, then its v head."""
+    """Returns the rows of q, k and v in Megatron's order. In Megatron's order, each query group has
+    its q heads first, then its k head, then its v head."""
     rest = q.shape[1:]
     grouped = [x.reshape(groups, -1, head_dim, *rest) for x in (q, k, v)]
     return torch.cat(grouped, dim=1).reshape(-1, *rest)

@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def rotated_dim(self) -> int:
-        """Number of columns in each head that rotary embeddings rotate."""
+        """Number of columns that rotary embeddings rotate in each head."""
         return self.latent.rotated if self.latent else int(self.head_dim * self.rotated)
 
     @property

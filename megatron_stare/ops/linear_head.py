@@ -10,12 +10,12 @@ entropies.
     recompute            computes the logits chunk by chunk. Backward computes every chunk's logits
                          again.
 
-'materialised' holds all [n, V] logits in memory. The two chunked modes hold the logits of one
-chunk. The modes 'materialised' and 'gradient_in_forward' need 3 matrix products, and the mode
+'materialised' holds all [n, V] logits in memory. The two chunked modes hold the logits of one chunk
+at a time. The modes 'materialised' and 'gradient_in_forward' need 3 matrix products, and the mode
 'recompute' needs 4. Each matrix product takes n * H * V multiplications. In the chunked modes, the
 gradient of the output layer's weight is summed over the chunks in float32. The gradient with
 respect to the hidden states covers only this rank's vocabulary columns. The module
-megatron/model/head.py sums this gradient over the ranks of the tensor-parallel group.
+megatron/model/head.py sums the hidden states' gradient over the ranks of the tensor-parallel group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -87,7 +87,7 @@ class LinearHead:
         weight_gradient: Tensor | None = None,
         stand_in: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss, and the tensors that `loss_of` logs. The loss carries the gradient with
+        """Returns the loss, and the tensors that `loss_of` logs. The loss is differentiable with
         respect to `hidden` and `weight`.
 
         Args:
@@ -224,8 +224,8 @@ class LinearHead:
 
 class _Attached(torch.autograd.Function):
     """Loss whose gradients were already computed in forward. If `of_weight` is None, forward has
-    added the weight's gradient to a buffer. Backward then returns None or uninitialised memory as
-    the weight's gradient (see LinearHead.loss)."""
+    added the weight's gradient to a buffer. Without `of_weight`, backward returns None or
+    uninitialised memory as the weight's gradient (see LinearHead.loss)."""
 
     @staticmethod
     def forward(

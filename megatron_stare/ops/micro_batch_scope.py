@@ -1,10 +1,10 @@
 """Computes statistics within each micro-batch of each rank. Published code computes selection
-thresholds in this way. The statistics of this module serve only for comparisons with published
-code.
+thresholds within each micro-batch. The statistics of this module serve only for comparisons with
+published code.
 
 Thresholds, quantiles, counts, means, maxima and sums over tokens are computed from one micro-batch
 alone. Two kinds of statistics still cover the whole batch: the number of tokens by which the loss
-is divided, and sums over a response or a prompt group. A prompt group may be spread over several
+is divided, and sums over a response or a prompt group. A prompt group can be spread over several
 micro-batches, so a sum within one micro-batch would miss a part of the group.
 """
 

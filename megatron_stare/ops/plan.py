@@ -19,9 +19,9 @@ from megatron_stare.records.batch import MicroBatchPlan
 class PlanRules:
     """Rules of a micro-batch plan.
 
-    `data_parallel`: number of data-parallel ranks. Each of these ranks takes different samples.
+    `data_parallel`: number of data-parallel ranks. Each data-parallel rank takes different samples.
     `budget`: largest number of tokens in a micro-batch, including padding.
-    `packed`: if True, a micro-batch lays its sequences end to end. If False, sequences are
+    `packed`: if True, the sequences of a micro-batch are concatenated. If False, sequences are
         right-padded to the longest sequence of the micro-batch.
     `multiple`: every rank's number of micro-batches is a multiple of `multiple`. For virtual
         pipelines, `multiple` is the number of stages.
@@ -29,8 +29,8 @@ class PlanRules:
         is twice the number of context-parallel ranks.
     `cost`: function that returns the work for a sequence with a given number of tokens
         (ModelFamily.cost). By default, the work is the number of tokens.
-    `mini_batch_prompts`: number of prompt groups in the mini-batch of an optimizer step; None: all
-        prompt groups of the rollout batch.
+    `mini_batch_prompts`: number of prompt groups in the mini-batch of an optimizer step. None means
+        all prompt groups of the rollout batch.
     """
 
     data_parallel: int

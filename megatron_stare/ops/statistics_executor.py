@@ -1,8 +1,8 @@
 """Answers a method's requests for statistics of the whole batch, on one rank or over all ranks that
 share the batch.
 
-Methods (algorithms/) name requests, and this executor answers the requests identically in every
-layout. A method therefore needs no distributed code of its own.
+Methods (algorithms/) request statistics by name, and this executor answers the requests identically
+in every layout. A method therefore needs no distributed code of its own.
 
 Thresholds are exact. Six rounds find the k-th largest 64-bit key over all ranks. Each round
 all-reduces a histogram over at most eleven bits of the keys. No keys are gathered or compacted, and

@@ -1,5 +1,5 @@
 """Computes the log-prob of the target token and the entropy of the distribution. The vocabulary of
-the logits may be split over ranks.
+the logits can be split over ranks.
 
 One pass computes log-prob and entropy. The pass applies the temperature, masks padded vocabulary
 columns, accumulates in float32, and needs one collective of four numbers per token. In the
@@ -109,10 +109,10 @@ class Problem:
 class Rows:
     """Row values, [N] each, that backward needs in addition to the logits.
 
-    `local`: int64 column of the target token on this rank; -1: another rank holds the target's
+    `local`: int64 column of the target token on this rank, or -1 if another rank has the target's
         column.
-    `m`: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, which
-        represents m exactly.
+    `m`: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, and
+        this dtype represents m exactly.
     `s`, `entropy`: the values s and H of the formulas, over all ranks, in float64.
     """
 
@@ -222,8 +222,8 @@ def _body(name: Body, logits: Tensor) -> ModuleType:
 
 
 def _runs_triton(logits: Tensor) -> bool:
-    """Returns True if the Triton kernels support these logits: bfloat16, float16 or float32, on a
-    GPU of sm_80 or newer."""
+    """Returns True if the Triton kernels support the logits, which must be bfloat16, float16 or
+    float32 on a GPU of sm_80 or newer."""
     if (
         logits.device.type != "cuda"
         or logits.dtype == torch.float64
@@ -262,8 +262,8 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Returns the sum [N] of d w over the columns of all ranks, with d = (z - m) / temperature and
-    w = exp(d) or exp(d)^2. In this sum, m is the maximum over all ranks. The arguments are [R, N],
-    with one row per rank. The argument s_r is the sum of w over a rank's columns, and t_r is the
-    sum of d w over the same columns. In s_r and t_r, m is the rank's own maximum. `shift` is (m_r -
-    m) / temperature, and `scale` is exp(shift) or exp(shift)^2."""
+    w = exp(d) or exp(d)^2. In d, m is the maximum over all ranks. The arguments are [R, N], with
+    one row per rank. The argument s_r is the sum of w over a rank's columns, and t_r is the sum of
+    d w over the same columns. In s_r and t_r, m is the rank's own maximum. `shift` is (m_r - m) /
+    temperature, and `scale` is exp(shift) or exp(shift)^2."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

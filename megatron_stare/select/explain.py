@@ -1,10 +1,10 @@
 """Uses the dumps of a run to explain how the run's entropy changed. The command is
 `python -m stare_select.explain DUMP [DUMP ...]`.
 
-A dump is a file or a folder that slime (`--save-debug-train-data`), verl
-(`trainer.rollout_data_dir`) or TRL (the folder `completions` of `log_completions`) wrote. If the
-dumps lack fields for a figure, the command names the absent fields. The exit status is 2 for
-unusable input.
+A dump is a file or a folder that was written by slime (`--save-debug-train-data`), verl
+(`trainer.rollout_data_dir`) or TRL (the folder `completions` of `log_completions`). If a statistic
+needs fields that the dumps lack, the command names these fields. The exit status is 2 for unusable
+input.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure:
-    """Figure with a value for each step or, without values, the names of the absent fields that the
-    figure needs."""
+    """A statistic of a run, with one value per step. `absent` names the fields that the statistic
+    needs but the dumps lack."""
 
     name: str
     by_step: dict[int, float]
@@ -195,7 +195,7 @@ def read(dumps: Sequence[Path]) -> list[Row]:
 
 
 def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
-    """Returns all figures of a run.
+    """Returns all statistics of a run.
 
     Args:
         rows: the run's responses.
@@ -256,8 +256,8 @@ def stability(rows: Sequence[Row], micro_batch: int) -> float:
     each micro-batch alone, as in STARE's public code. The share is a mean over PACKINGS shuffles of
     the rows.
 
-    For each sign of the advantage, the rare tokens are the SHARE of highest surprisal (arXiv
-    2606.19236, section 3.2).
+    For each sign of the advantage, the rare tokens are the share SHARE with the highest surprisal
+    (arXiv 2606.19236, section 3.2).
     """
     whole = _rare(rows)
     number = sum(int(each.sum()) for each in whole)
@@ -287,8 +287,8 @@ def repetition(rows: Sequence[Row]) -> float:
 
 
 def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns for each row the mask of the rare tokens among its sampled tokens, for both signs of
-    the advantage."""
+    """Returns for each row a mask over its sampled tokens, which marks the rare tokens of both
+    signs of the advantage."""
     lengths = [len(row.kept("log_probs")) for row in rows]
     surprisals = np.concatenate([-row.kept("log_probs") for row in rows])
     signs = np.sign(np.concatenate([_advantages(row) for row in rows]))

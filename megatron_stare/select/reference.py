@@ -1,8 +1,8 @@
 """Computes STARE as in the paper, over a whole batch, in numpy float64. Imports nothing from this
 project.
 
-`conformance.py` compares the selector with this reference. The reference sorts values where the
-selector uses histograms. The reference uses plain loops where the selector uses collectives.
+`conformance.py` compares the selector with this reference. The reference sorts values, but the
+selector uses histograms. The reference uses plain loops, but the selector uses collectives.
 Source: arXiv 2606.19236, sections 3.2 to 3.4 and table 4.
 """
 
@@ -74,7 +74,7 @@ def reference(
 def _gates(
     chosen: Mapping[str, Any], gate: float, entropy: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """Returns [B, T] numbers: 1 where the token's gate is open, else 0."""
+    """Returns [B, T] numbers: 1 if the token's gate is open, and 0 if the gate is closed."""
     target = chosen["entropy_target"]
     if chosen["gate"] == "batch" or target is None:
         return np.full(mask.shape, gate)

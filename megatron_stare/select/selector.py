@@ -44,8 +44,8 @@ class Selected:
     `weights`: float32 factor on every token's advantage. The factor is 0 for tokens that the method
         removes from the loss, and 1 outside the mask.
     `advantages`: float32 product of the given advantages and `weights`; 0 outside the mask.
-    `codes`: int8 number of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set. The
-        codes name the sets even while the gate is closed.
+    `codes`: int8 number of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set.
+        Tokens get the codes of their sets even while the gate is closed.
     `counted`: bool, True for tokens that count in the denominator of a mean over tokens.
     `metrics`: numbers to log, the same on every rank.
     """
@@ -58,8 +58,8 @@ class Selected:
 
 
 class Selector:
-    """Weights advantages with a method of this project, and keeps the state of the method's gate
-    and controllers.
+    """Multiplies advantages by the weights of one of this project's methods, and keeps the state of
+    the method's gate and controllers.
 
     Args:
         method: a name in METHODS.

@@ -5,8 +5,8 @@
         --custom-tis-function-path stare_select.slime.uncorrected \\
         --custom-config-path stare.yaml ...
 
-The section `stare` of the file stare.yaml holds the selector's settings. After slime has whitened
-the advantages, slime calls `weigh`, so the whitening does not change the weights. With
+The section `stare` of the file stare.yaml contains the selector's settings. After slime has
+whitened the advantages, slime calls `weigh`, so the whitening does not change the weights. With
 `--get-mismatch-metrics`, slime computes log-probs before the update. The function `uncorrected`
 leaves slime's loss unchanged. This module imports slime, which this project does not install. Only
 users of slime import this module.
@@ -87,8 +87,8 @@ class Weighing:
     slime's postprocess function, so slime calls the instance on every rank, once per rollout.
 
     After each rollout, the state is appended as one line to stare_select.jsonl in the folder of
-    `--save`. A run that starts at a later rollout reads the state after the previous rollout from
-    the folder of `--load`. A missing state stops the run, unless the section `stare` has
+    `--save`. From the folder of `--load`, a resumed run reads the state that was saved after the
+    previous rollout. A missing state stops the run, unless the section `stare` has
     `fresh_state: true`.
     """
 
@@ -247,7 +247,7 @@ def _append(folder: Path, rollout_id: int, selector: Selector) -> None:
 
 def _read(folder: str | None, rollout_id: int) -> dict[str, Any] | None:
     """Returns the state after the rollout `rollout_id`, or None. If the file has several states for
-    this rollout, the function returns the last state."""
+    `rollout_id`, the function returns the last state."""
     file = Path(folder or "", STATES)
     found = None
     for line in file.read_text().splitlines() if file.is_file() else ():

@@ -1,5 +1,5 @@
-"""Guards of the adapters to other trainers. The guards check the functions and settings of an
-installed trainer, and save and load the state of a Selector."""
+"""Code that the adapters to other trainers share. This module checks the functions and settings of
+an installed trainer, and saves and loads the state of a Selector."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class UpstreamChangedError(UserError):
 
 
 def missing(of: Any, called: Mapping[str, Sequence[str]]) -> str | None:
-    """Returns a message about the first function that is missing in the class or module `of`, or
-    that lacks a parameter. Returns None if nothing is missing.
+    """Checks the functions of the class or module `of`. Returns a message about the first function
+    that is missing or lacks a parameter, or None if nothing is missing.
 
     Args:
         of: a class or a module.

@@ -3,10 +3,10 @@
     VERL_USE_EXTERNAL_MODULES=stare_select.verl python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=stare_sync +stare.entropy_target=0.3 ...
 
-In every process with the variable VERL_USE_EXTERNAL_MODULES, verl imports this module and stops if
-the import fails. An entry point of a package would fail silently, because verl logs the failure
-only at level DEBUG. This module imports verl, which this project does not install. Only users of
-verl import this module.
+In every process that has the environment variable VERL_USE_EXTERNAL_MODULES, verl imports this
+module, and stops if the import fails. If this module were a package's entry point, a failed import
+would stay silent, because verl logs the failure only at level DEBUG. This module imports verl,
+which this project does not install. Only users of verl import this module.
 """
 
 from __future__ import annotations
@@ -127,9 +127,8 @@ def loss_changed(config: Any) -> str | None:
 def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Returns for each token the number of its session [N] and the number of the token [N].
 
-    Sessions and rows are numbered in the order of their keys. The numbers, and the choice among
-    tokens of equal surprisal, therefore do not depend on the way in which verl has balanced the
-    rows.
+    Sessions and rows are numbered in the order of their keys. The numbers therefore do not depend
+    on how verl balances the rows, and neither does the choice among tokens of equal surprisal.
 
     Args:
         keys: `{uid}_{session}_{row of the session}` of each row.
@@ -153,8 +152,8 @@ class StareMixin(PPOTrainer):
 
     The driver holds the whole batch, so the selection needs no collective. The section `stare` of
     verl's configuration has the selector's settings. `method` selects a method other than STARE.
-    With `trust_upstream: true`, the trainer trains even if verl changed. With `fresh_state: true`,
-    a run can resume with STARE from a checkpoint of plain verl.
+    With `trust_upstream: true`, the trainer runs even if verl has changed. With
+    `fresh_state: true`, a run can resume with STARE from a checkpoint of plain verl.
 
     Raises:
         ConfigError: a setting of verl makes the selection inexact.

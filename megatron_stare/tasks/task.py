@@ -47,11 +47,11 @@ class Task:
     """Data, prompt template, verifier, environment and sampling settings under one name.
 
     `config`: the run's configuration, in which the task's own settings (OWN) replace the run's
-        settings. All sources and environments, including user-defined ones, are built from this
-        configuration, so they need no code for tasks.
+        settings. All sources and environments, including user-defined ones, are built from
+        `config`, so they need no code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
-    `own`: the overridden settings. Maps the name of each setting of the run to the name of the
-        task's setting that replaces it.
+    `own`: the overridden settings. Maps the name of each overridden setting of the run to the name
+        of the task's setting that replaces it.
     """
 
     config: Config
@@ -116,8 +116,8 @@ class Task:
     def about(self) -> dict[str, Any]:
         """Returns entries about the task for the record of an evaluation.
 
-        The run's own task has no entries if it has one response per problem, because config.yaml
-        already contains its settings.
+        If the run's own task has one response per problem, the task has no entries, because
+        config.yaml already contains the task's settings.
         """
         if self.name is None and self.samples == 1:
             return {}
@@ -135,7 +135,7 @@ class Task:
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
         """Context manager that rewrites a UserError raised inside it. The rewritten error names
-        this task, and the task's setting in place of the run's setting."""
+        this task, and names the task's setting instead of the run's setting."""
         try:
             yield
         except UserError as error:
