@@ -83,8 +83,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
-    """Raises DataError if the tokenizer has token ids for which the model has no embedding row. The
-    embedding lookup of such an id would crash the run."""
+    """Raises DataError if the tokenizer has token ids for which the model has no embedding row.
+    Looking up a token id without an embedding row would crash the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(

@@ -6,8 +6,8 @@ In the state UPDATING, the engine receives a complete weight sync. This module a
 parts of an engine's memory are released.
 
 FleetHealth (rollout/fleet/health.py) is the run's view of an engine. The fleet reads an engine's
-EngineState only when the replica comes up. Afterwards FleetHealth relies on the results of calls,
-because a lost engine cannot report its own loss.
+EngineState only when the engine's replica starts. After the start, FleetHealth relies on the
+results of calls to the engine, because a lost engine cannot report its own loss.
 """
 
 from __future__ import annotations

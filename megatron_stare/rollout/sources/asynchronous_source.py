@@ -64,7 +64,7 @@ class AsynchronousSource(RolloutSource):
     """Samples on a separate thread, whose event loop drives engines, environments and verifiers.
 
     `next` waits only until the last response of the step is verified. `publish` waits until the
-    current call of each replica has ended and the new weights have arrived. Responses in flight
+    current call to each replica has ended and the new weights have arrived. Responses in flight
     stay at their replicas and continue with the new weights. Each token records the version of the
     weights that sampled the token.
 
@@ -140,8 +140,8 @@ class AsynchronousSource(RolloutSource):
 
     def state(self) -> PromptState:
         """Returns the state that the prompt stream had before the first step whose batch `next` has
-        not returned. A run that resumes from this state samples again all responses that `next` has
-        not returned."""
+        not returned. If a run resumes from this state, all responses that `next` has not returned
+        are sampled again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
@@ -201,8 +201,8 @@ class AsynchronousSource(RolloutSource):
         """Starts to sample the batches of all steps, in step order.
 
         Before each step, waits until the oldest weights that the step may use are published. After
-        a step begins, waits until the step has stopped taking prompts from the stream and returning
-        prompts to the stream.
+        a step begins, waits until the step neither takes prompts from the stream nor returns
+        prompts to the stream any more.
         """
         try:
             for step in range(first, self._last + 1):
@@ -280,7 +280,7 @@ class AsynchronousSource(RolloutSource):
 
     async def _cancel(self) -> None:
         """Cancels every task of the loop. Waits until the cancelled tasks have ended, which can
-        take as long as the current call of a replica."""
+        take as long as the current call to a replica."""
         tasks: Sequence[asyncio.Task[Any]] = [
             *self._ahead.values(),
             *([self._making] if self._making else []),

@@ -60,8 +60,9 @@ class PartialGroups(Groups):
     most `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups` versions.
 
     With dynamic sampling (see InformativeGroups), a complete group whose rewards are all equal is
-    dropped. After the round, a new group replaces each dropped group. If the allowed refills yield
-    too few groups, dropped groups fill up the step, in the order in which they were dropped.
+    dropped. If a step still needs complete groups after a round, new groups replace the dropped
+    groups. If the allowed refills yield too few groups, dropped groups fill up the step, in the
+    order in which they were dropped.
 
     Args:
         groups: prompt groups per step.

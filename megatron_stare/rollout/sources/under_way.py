@@ -70,7 +70,7 @@ class Answer:
         self.experts = part.experts
 
     def turn(self) -> Turn:
-        """Returns the finished answer as environments see it."""
+        """Returns the finished answer as the Turn that environments receive."""
         assert self.finish_reason is not None
         return Turn(
             self.tokens,
@@ -165,8 +165,8 @@ class UnderWay:
         return ResponseCut()
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Stores the finished trajectory. Drops the answers and calls, because the trajectory
-        contains their tokens."""
+        """Stores the finished trajectory. Drops the answers and the calls, which only an unfinished
+        response needs. The trajectory contains the answers' tokens."""
         self.trajectory, self.answers, self.calls, self.context = trajectory, [], [], ""
 
     def give_up(self) -> Trajectory:
