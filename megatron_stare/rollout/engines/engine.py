@@ -135,8 +135,8 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """Returns the results and the lost requests since the previous call, in any order. Every
-        request is reported exactly once: with its result, or as lost.
+        """Returns the results and the lost requests that became known since the previous call, in
+        any order. Every request is reported exactly once: with its result, or as lost.
 
         Args:
             wait_s: seconds after which an empty result is returned. An in-process engine ignores
@@ -267,7 +267,8 @@ class ServedEngine(Engine):
         return None
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
-        """Ends an update whose weights the ranks sent to the target; see `end_weight_update`.
+        """Ends an update in which the trainer's ranks sent the weights to the target; see
+        `end_weight_update`.
 
         Args:
             sent: the report of each rank.
@@ -281,7 +282,8 @@ class ServedEngine(Engine):
 
     def drop_weight_update(self) -> None:
         """Aborts the open update and sets the engine's state to DIRTY. Does nothing if no update is
-        open. Raises EngineStateError if ranks cannot send weights to this engine."""
+        open. Raises EngineStateError if the trainer's ranks cannot send weights to this engine
+        directly."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
@@ -291,7 +293,7 @@ class ServedEngine(Engine):
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises ConfigError if a sampling field is out of range."""
+    """Raises ConfigError if the value of a sampling parameter is out of range."""
     if not params.temperature > 0:
         raise ConfigError(
             f"a temperature of {params.temperature} cannot divide the logits",

@@ -43,7 +43,7 @@ _NEXT: dict[EngineState, frozenset[EngineState]] = {
 
 
 class EngineStateError(RuntimeError):
-    """Raised if a caller asks an engine for an action that the engine's state does not allow. An
+    """Raised if a caller requests an action that the engine's state does not allow. An
     EngineStateError reports a bug, not a user's error."""
 
 
@@ -95,7 +95,7 @@ MEMORY = ("weights", "cache")
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
     """Adds `parts` to the set of released memory parts (see MEMORY). Returns all released parts.
-    `released` contains the parts that were released before.
+    `released` contains the parts that were released before this call.
 
     Raises:
         EngineStateError: one of `parts` is released already.

@@ -159,8 +159,8 @@ class Dispatch:
     first, then retries, then the new requests of the same Serving. A continuation waits while the
     replica with the earlier part of the response is full. After all new requests are assigned, a
     waiting continuation can go to any other replica that still has room. If the replica with the
-    earlier part of the response has lost a request since its last answer, the continuation goes to
-    another replica too.
+    earlier part of the response has lost a request since its last answer, the continuation is
+    assigned like a new request.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even

@@ -172,9 +172,8 @@ class Fleet:
 
     def hold_restarts(self) -> None:
         """Waits for the replicas that are restarting. Begins no other restart until
-        `allow_restarts` is called. A replica that comes up during the wait can be called
-        afterwards. Does nothing if `RestartRule.held` is False, because restarts then need no
-        permission.
+        `allow_restarts` is called. A replica that comes up during the wait can be called after the
+        wait. Does nothing if `RestartRule.held` is False, because restarts then need no permission.
 
         The wait is reported as progress of the run's current phase, because a starting replica has
         its own time limit.

@@ -311,8 +311,8 @@ class FleetHealth:
         return [when for when in standing.begun if now - when < self._rule.window_s]
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
-        """Changes the replica's state. If `only` is given, the change is allowed only from the
-        state `only`."""
+        """Changes the replica's state. If `only` is given, the replica's current state must be
+        `only`."""
         standing = self._standings[replica]
         if to not in _NEXT[standing.state] or only not in (None, standing.state):
             raise HealthError(f"engine {replica} cannot go from {standing.state.name} to {to.name}")

@@ -32,8 +32,8 @@ class Ages:
 
     Attributes:
         `oldest`: maximum age of a token; None means no limit.
-        `masked_from`: smallest age at which a token is removed from the loss mask. None means that
-            no token is masked because of its age.
+        `masked_from`: smallest age at which a token is removed from the loss mask. If `masked_from`
+            is None, the age of a token never removes the token from the loss mask.
     """
 
     oldest: int | None = None

@@ -2,9 +2,9 @@
 
 Step s trains the weights of version s - 1. With a staleness bound of k, step s begins when version
 s - 1 - k is published. When a step begins, the source draws the step's prompts and starts to
-sample. The weights that sample a token of step s are therefore at most k versions old. With k = 0,
-no batch is sampled ahead of training. Batches take prompts in stream order, so a long response
-delays only its own step.
+sample. The weights that sample a token of step s are therefore at most k versions old. With a
+staleness bound of 0, no batch is sampled ahead of training. Batches take prompts in stream order,
+so a long response delays only its own step.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class RolloutSource(ABC):
     """Supplies one rollout batch per training step. Batches are sampled from the weights that
     training publishes.
 
-    Every rollout source must meet the following requirements. SynchronousSource meets all of them
-    by design.
+    Every rollout source must meet the following requirements. SynchronousSource meets all
+    requirements by design.
 
     - Every prompt of the stream is used exactly once, in cursor order, even if the run is saved and
       resumed.

@@ -43,8 +43,8 @@ _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
 
 @dataclass
 class Answer:
-    """The policy's answer to one call of an environment's `generate`. An answer may consist of
-    several parts, which engines sample one after the other."""
+    """The policy's answer to one call that an environment made to `generate`. An answer may consist
+    of several parts, which engines sample one after the other."""
 
     tokens: Tensor = _NO_TOKENS  # [n] int32
     log_probs: Tensor = _NO_LOG_PROBS  # [n] float32, nats
@@ -90,8 +90,8 @@ class UnderWay:
     Attributes:
         `step`: step in which the response began. The response's sampling noise depends on this step
             until the response ends.
-        `answers`: the policy's answers, one for each call of the environment's `generate`. The last
-            answer may be incomplete because the response was cut.
+        `answers`: the policy's answers, one for each call that the environment made to `generate`.
+            The last answer may be incomplete because the response was cut.
         `calls`: tool calls of the environment, in order. Each entry of `calls` is a pair of the
             request's checksum and the call's id.
         `context`: checksum of the context of the last answer, if the last answer is incomplete.

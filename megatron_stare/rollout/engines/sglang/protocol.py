@@ -348,7 +348,7 @@ def _finish_reason(
 
 def check_stop(answer: dict[str, Any], token: int, where: str) -> None:
     """Checks that the answer consists of `token` alone, that `token` has a log-prob, and that the
-    server reports `token` as the stop reason. Raises SGLangError if any of these checks fails."""
+    server reports `token` as the stop reason. Raises SGLangError if a check fails."""
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason = meta["finish_reason"]
     sampled = [entry[1] for entry in meta.get("output_token_logprobs") or []]
