@@ -40,7 +40,7 @@ class Ages:
     masked_from: int | None = None
 
     def settle(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-        """Excludes tokens that are too old from the loss, and returns metrics of the tokens' ages.
+        """Masks tokens that are too old, and returns metrics of the tokens' ages.
 
         Raises:
             WeightVersionError: the weights that sampled a token are too old, or newer than the

@@ -173,8 +173,8 @@ class AsynchronousSource(RolloutSource):
             self._loop.close()
 
     def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine on the loop's thread and returns its result. If a signal ends the wait,
-        the coroutine continues on the loop's thread."""
+        """Runs a coroutine on the loop's thread and returns its result. If a signal interrupts the
+        wait, the coroutine continues on the loop's thread."""
         return wait_for(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     def _wait_showing(self, step: int) -> Collected:

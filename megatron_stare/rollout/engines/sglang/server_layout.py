@@ -70,7 +70,7 @@ class ServerLayout:
 
     def require_family(self, shape: ModelShape, where: str) -> None:
         """Raises ConfigError if the server uses attention DP for a model that does not support
-        attention DP. SGLang would ignore attention DP without an error and sample wrong tokens."""
+        attention DP. SGLang would silently ignore attention DP, and would sample wrong tokens."""
         if self.data > 1 and not family_of(shape).served_by_groups:
             can = ", ".join(
                 name for name, family in sorted(FAMILIES.items()) if family.served_by_groups
