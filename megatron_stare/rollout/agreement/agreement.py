@@ -1,11 +1,11 @@
-"""Judges how much the log-probs of the rollout engine and the trainer differ. Names the likely
-cause if the log-probs differ too much. Pure.
+"""Decides whether the log-probs of the rollout engine and the trainer differ too much. Names the
+likely cause if the log-probs differ too much. Pure.
 
-There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
-run's temperature. The canary comparison runs after every weight sync, at temperature 1. The canary
-is a fixed set of sequences. The likely cause is inferred from two facts: the comparison that shows
-a difference, and the positions of the tokens that differ. This module does not compute the
-differences. The ranks that hold the trainer's log-probs compute the differences
+There are two comparisons. The rollout comparison compares the log-probs of the sampled tokens of
+every rollout, at the run's temperature. The canary comparison runs after every weight sync, at
+temperature 1. The canary is a fixed set of sequences. The likely cause is inferred from two facts:
+which comparison shows a difference, and at which positions tokens differ. This module does not
+compute the differences. The ranks that hold the trainer's log-probs compute the differences
 (megatron/step/differences.py).
 """
 
@@ -106,9 +106,9 @@ class AgreementError(UserError):
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
     """Returns metrics that describe the sizes of the differences. The metrics are the mean, the
-    maximum, the quantiles, the mean over likely tokens, and the mean over unlikely tokens. In
-    addition, there is one maximum for each range of positions, and one maximum for each weight age
-    in steps.
+    maximum, the quantiles, the mean over likely tokens, and the mean over unlikely tokens. The
+    metrics also include one maximum for each range of token positions, and one maximum for each age
+    of the weights, in steps.
 
     Args:
         step: step of the rollout. Tokens that were sampled with the weights of the previous step
@@ -128,8 +128,8 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
     """Returns two metrics: the mean over likely tokens and the mean over unlikely tokens. Each
-    metric is the maximum over the elements of `differences`. The mean over a kind of tokens is left
-    out if there are no tokens of that kind."""
+    metric is the maximum over the elements of `differences`. A mean that covers no tokens is left
+    out."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]

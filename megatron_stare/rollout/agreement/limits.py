@@ -79,8 +79,9 @@ class Limits:
 
     def canary_passed(self, difference: LogProbDifference) -> str:
         """Describes the limits that a canary's differences exceed. Returns "" if no limit is
-        exceeded. A canary has too few tokens for quantiles. In 16 bits, the mean difference over
-        the canary's likely tokens is limited instead of the quantiles."""
+        exceeded. A canary has too few tokens for quantiles. In 16 bits, the limit therefore applies
+        to the canary's mean difference over likely tokens, or over all tokens if too few tokens are
+        likely."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -111,10 +112,10 @@ class Limits:
 
     @property
     def same(self) -> float:
-        """Largest value of `size` at which log-probs count as equal when the likely cause of a
-        difference is inferred. In float32, `same` is a tenth of the limit for a single token. In 16
-        bits, `same` is the full limit on the mean, because rounding alone can reach a large share
-        of that limit."""
+        """Largest `size` that still counts as agreement when the likely cause of a difference is
+        inferred. In float32, `same` is a tenth of the limit for a single token. In 16 bits, `same`
+        is the full limit on the mean, because rounding alone can reach a large share of that
+        limit."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property

@@ -108,7 +108,8 @@ def _ending(
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
     sets of stop tokens in the requests. In a row, True marks the tokens that end a response. The
-    second tensor, [B], gives the row of the first tensor that applies to each request."""
+    second tensor, [B], gives, for each request, the index of the request's row in the first
+    tensor."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }

@@ -74,7 +74,8 @@ class LostRequest:
 
     `reason`: what happened to the request, and where.
     `late`: True if the request's time limit passed.
-    `gone`: True if the request's server is lost, and with it all other requests at the server.
+    `gone`: True if the request's server is lost, so that all other requests at the server are lost
+        too.
     """
 
     rid: str
@@ -88,8 +89,8 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """Raised if an engine is lost: its server has ended, no longer answers, or holds other weights
-    than the run sent."""
+    """Raised if an engine is lost: its server has ended, no longer answers, or does not hold the
+    weights that the run sent."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """Returns the results and the lost requests since the previous call, in any order. Every
-        request is reported exactly once, either by its result or as lost.
+        """Returns the results and the lost requests that became known since the previous call, in
+        any order. Every request is reported exactly once: with its result, or as lost.
 
         Args:
             wait_s: seconds after which an empty result is returned. An in-process engine ignores
@@ -190,7 +191,8 @@ class Engine(ABC):
 
     @abstractmethod
     def model_info(self) -> ModelInfo:
-        """Returns the engine's state and limits. The call works in every state of the engine."""
+        """Returns the engine's state and limits. `model_info` can be called in every state of the
+        engine."""
 
     def check(self) -> None:  # noqa: B027 - an in-process engine lives as long as its worker
         """Raises EngineLostError if the engine can no longer work."""
@@ -254,8 +256,8 @@ class ServedEngine(Engine):
         """
 
     def sync_target(self) -> SyncTarget | None:
-        """Returns the target of the open update, to which the trainer's ranks send the weights
-        directly. A caller that uses the target ends the session with `end_sent_update` and never
+        """Returns the target to which the trainer's ranks directly send the weights of the open
+        update. A caller that uses the target ends the session with `end_sent_update` and never
         calls `update_weights`. Returns None if the caller must pass the weights to
         `update_weights`.
 
@@ -265,7 +267,8 @@ class ServedEngine(Engine):
         return None
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
-        """Ends an update whose weights the ranks sent to the target; see `end_weight_update`.
+        """Ends an update in which the trainer's ranks sent the weights to the target; see
+        `end_weight_update`.
 
         Args:
             sent: the report of each rank.
@@ -279,7 +282,8 @@ class ServedEngine(Engine):
 
     def drop_weight_update(self) -> None:
         """Aborts the open update and sets the engine's state to DIRTY. Does nothing if no update is
-        open. Raises EngineStateError if ranks cannot send weights to this engine."""
+        open. Raises EngineStateError if the trainer's ranks cannot send weights to this engine
+        directly."""
         raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
@@ -289,7 +293,7 @@ class ServedEngine(Engine):
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises ConfigError if a sampling field is out of range."""
+    """Raises ConfigError if the value of a sampling parameter is out of range."""
     if not params.temperature > 0:
         raise ConfigError(
             f"a temperature of {params.temperature} cannot divide the logits",

@@ -83,8 +83,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
-    """Raises DataError if the tokenizer has token ids for which the model has no embedding row. The
-    embedding lookup of such an id would crash the run."""
+    """Raises DataError if the tokenizer has token ids for which the model has no embedding row.
+    Looking up a token id without an embedding row would crash the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(
@@ -116,7 +116,7 @@ def sampled_text(
     """Decodes the tokens that the policy sampled. Leaves out the environment's tokens, special
     tokens and stop tokens. Starts a new line wherever environment tokens or the start of a branch
     interrupt the policy's text. Without the new line, the end of one part and the start of the next
-    part could together read as an answer that the policy never wrote."""
+    part could together look like an answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:

@@ -53,9 +53,9 @@ class ServedMemory:
 
 
 class ReplicaPart(ABC):
-    """Part of a multi-node replica. Every node of the replica except the first node has one part.
-    Each part belongs to a separate worker on the part's node. The replica's own worker runs on the
-    first node and controls all parts."""
+    """Part of a multi-node replica. The replica has one part on each of its nodes except the first
+    node. Each part belongs to a separate worker on the part's node. The replica's own worker runs
+    on the first node and controls all parts."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
@@ -87,8 +87,8 @@ class ReplicaPart(ABC):
 class Site:
     """Nodes of a replica.
 
-    `parts`: workers that hold the replica's parts on nodes 1, 2 and so on, in this order; None if
-        the replica is on one node.
+    `parts`: workers of the replica's parts on nodes 1, 2 and so on, in this order; None if the
+        replica is on one node.
     `address`: address of the replica's first node, at which the run's other processes reach the
         replica.
     `others`: addresses of the replica's other nodes, in node order.
@@ -104,7 +104,7 @@ HERE = Site()  # on this machine, like all processes that talk to it
 
 @dataclass(frozen=True)
 class Route:
-    """Path of the weights from the trainer's ranks to the replicas.
+    """Describes how the trainer's ranks send weights to the replicas.
 
     `listens`: True if each replica listens on a port to which ranks connect.
     `host`: address on which the replica listens; None: the address of the replica's node.
@@ -117,8 +117,8 @@ class Route:
 
 
 class Replica(ABC):
-    """An engine that is starting. The constructor starts everything that starts slowly, such as a
-    server, without waiting. All replicas of a run therefore start in parallel.
+    """An engine that is starting. The constructor starts everything that takes long to start, such
+    as a server, and returns without waiting. All replicas of a run therefore start in parallel.
 
     Args:
         number: number of the replica in the run.
@@ -188,8 +188,8 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """Returns a reduced configuration that `check` can still check, if the server software is
-        not installed on this machine. Returns None if the server software is installed, or if the
+        """If the server software is not installed on this machine, returns a reduced configuration
+        that `check` can still check. Returns None if the server software is installed, or if the
         run starts no server."""
         return None
 
@@ -200,9 +200,9 @@ class Replica(ABC):
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """Returns the number of nodes over which a replica's GPUs are spread evenly. For a
-        multi-node replica, `part` makes the replica's part on every node except the first. The
-        replica's Site lists the workers that hold the parts."""
+        """Returns the number of nodes over which a replica's GPUs are spread evenly. The method
+        `part` makes the parts of a multi-node replica, one part for each node except the first. The
+        replica's Site lists the workers of the parts."""
         return 1
 
     @classmethod

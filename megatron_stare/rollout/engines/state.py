@@ -6,8 +6,8 @@ In the state UPDATING, the engine receives a complete weight sync. This module a
 parts of an engine's memory are released.
 
 FleetHealth (rollout/fleet/health.py) is the run's view of an engine. The fleet reads an engine's
-EngineState only when the replica comes up. Afterwards FleetHealth relies on the results of calls,
-because a lost engine cannot report its own loss.
+EngineState only when the engine's replica starts. After the start, FleetHealth relies on the
+results of calls to the engine, because a lost engine cannot report its own loss.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NEXT: dict[EngineState, frozenset[EngineState]] = {
 
 
 class EngineStateError(RuntimeError):
-    """Raised if a caller asks an engine for an action that the engine's state does not allow. An
+    """Raised if a caller requests an action that the engine's state does not allow. An
     EngineStateError reports a bug, not a user's error."""
 
 
@@ -95,7 +95,7 @@ MEMORY = ("weights", "cache")
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
     """Adds `parts` to the set of released memory parts (see MEMORY). Returns all released parts.
-    `released` contains the parts that were released before.
+    `released` contains the parts that were released before this call.
 
     Raises:
         EngineStateError: one of `parts` is released already.

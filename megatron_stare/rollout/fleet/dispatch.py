@@ -62,8 +62,9 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """Removes and returns the requests to send with the next call of the replica. Takes
-        assigned requests in order, up to the first request with other sampling parameters."""
+        """Removes and returns the requests that the next call to the replica will send. Takes the
+        assigned requests in order, and stops before the first request whose sampling parameters
+        differ."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -157,15 +158,15 @@ class Dispatch:
     replica whose KV cache holds the earlier part of the response. Dispatch assigns continuations
     first, then retries, then the new requests of the same Serving. A continuation waits while the
     replica with the earlier part of the response is full. After all new requests are assigned, a
-    waiting continuation can go to any other replica that still has room. A continuation also goes
-    to another replica if the replica with the earlier part of the response has lost a request since
-    that replica's last answer.
+    waiting continuation can go to any other replica that still has room. If the replica with the
+    earlier part of the response has lost a request since its last answer, the continuation is
+    assigned like a new request.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even
-    split, the composition of a batch depends only on the trajectories, not on timing. While any
-    environment waits for a tool, or for anything else except tokens, replicas without a capacity
-    limit receive no requests.
+    split, the composition of a batch depends only on the trajectories, not on timing. Replicas
+    without a capacity limit receive no requests while any environment waits for something other
+    than tokens, such as a tool.
 
     Args:
         held: function that returns True while replicas must not be called for tokens. `hold` waits
@@ -192,7 +193,7 @@ class Dispatch:
 
     @property
     def in_use(self) -> bool:
-        """Tells whether at least one Serving is open."""
+        """Returns True if at least one Serving is open."""
         return bool(self._queues)
 
     @property
@@ -272,7 +273,7 @@ class Dispatch:
             self._give(replica, shard, queue.params)
 
     def _place_all(self, queue: _Queue) -> None:
-        """Assigns as many waiting requests to replicas as the replicas have room for."""
+        """Assigns waiting requests to replicas while replicas have room."""
         for number, line in queue.continuing.items():
             while line and self._place_at(number, line[0], queue.params):
                 line.popleft()
@@ -352,7 +353,7 @@ class Dispatch:
         replica.give(requests, params)
 
     async def hold(self) -> None:
-        """Waits until the current call of every replica has ended. A call of a server lasts at most
+        """Waits until the current call to every replica has ended. A call to a server lasts at most
         about WAIT_S seconds."""
         for replica in self._replicas:
             async with replica.turn:
@@ -381,9 +382,9 @@ class Dispatch:
         task is cancelled.
 
         If the replica has no request in flight, this task waits for an assignment. If the replica
-        has requests in flight, this task waits for the replica's results. The call of a server
+        has requests in flight, this task waits for the replica's results. A call to a server
         returns after WAIT_S seconds even without results, so that this task can send new requests.
-        While `held` returns True, this task waits. After each call of the replica, this task yields
+        While `held` returns True, this task waits. After each call to the replica, this task yields
         to the event loop, so that trajectories that received answers can send their next requests.
         """
         params = None
@@ -505,7 +506,7 @@ class Serving:
         self.dispatch.left(self._queue)
 
     def close(self) -> None:
-        """Closes the queue. The caller must not send further requests."""
+        """Closes the queue. After `close`, this Serving must not receive further requests."""
         self.dispatch.close(self._queue)
 
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:

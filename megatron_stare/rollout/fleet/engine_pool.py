@@ -131,7 +131,7 @@ class EnginePool:
         Servings that were opened later.
 
         When the Serving closes, requests that are still in flight belong to cancelled trajectories
-        and are discarded. If a call of a replica raises an error, `Serving.finished` raises the
+        and are discarded. If a call to a replica raises an error, `Serving.finished` raises the
         same error, and the requests in flight at all other replicas are discarded too.
         """
         if self._dispatch is None:
@@ -163,9 +163,9 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context in which the pool asks no replica for tokens. A Serving in another thread's event
-        loop waits until the context ends. Each replica keeps the requests that it has already
-        received.
+        """Context in which the pool requests no tokens from the replicas. A Serving in another
+        thread's event loop waits until the context ends. Each replica keeps the requests that it
+        has already received.
 
         Raises:
             RuntimeError: the caller runs in the event loop of the open Serving. The wait would then
@@ -196,8 +196,8 @@ class EnginePool:
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """Returns, for each sequence, the log-probs at temperature 1 of all tokens after the first
-        token. The result maps the number of each replica that is not lost to a list with one entry
-        per sequence.
+        token. The result maps each replica's number to a list with one entry per sequence. Lost
+        replicas are left out of the result.
 
         Raises:
             UserError: the engines are not servers.
@@ -254,8 +254,8 @@ class EnginePool:
         the engine has received all weights of this version. The first update, every update after a
         failure, and every update that includes a restarted replica are always verified.
 
-        A replica that is lost during the update is left out. If the loss of a replica interrupts
-        the transfer to the remaining replicas, the pool sends all weights to the remaining replicas
+        A replica that is lost during the update is left out. If a lost replica interrupts the
+        transfer to the remaining replicas, the pool sends all weights to the remaining replicas
         again.
 
         Raises:
@@ -290,8 +290,8 @@ class EnginePool:
             } | self._fleet.metrics()
 
     def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
-        """Sends the weights once. Returns the replicas that received all weights. Returns None if
-        the loss of a replica left the weights of the remaining replicas incomplete."""
+        """Sends the weights once. Returns the replicas that received all weights. Returns None if a
+        replica was lost and the remaining replicas therefore did not receive all weights."""
         # The target is most likely the same as before, so ranks can gather weights while the
         # servers pause.
         if self._target is not None:
@@ -349,8 +349,8 @@ class EnginePool:
     @property
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the pool. The metrics include `sync/proven` if `prove_every` is
-        above 1. If the engines are servers, the metrics also include the number of requests retried
-        between the two newest weight updates, and counts of the replicas' states."""
+        above 1. If the engines are servers, the metrics also include the metrics of Fleet, and the
+        number of requests that were retried between the two newest weight updates."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 

@@ -118,7 +118,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
-        """Handles an error that a call of a replica raises. Marks the replica as lost if the
+        """Handles an error that a call to a replica raises. Marks the replica as lost if the
         error's class is in LOST, and otherwise appends the error to `errors`."""
         try:
             yield
@@ -172,12 +172,11 @@ class Fleet:
 
     def hold_restarts(self) -> None:
         """Waits for the replicas that are restarting. Begins no other restart until
-        `allow_restarts` is called. A replica that comes up during the wait can be called
-        afterwards. Does nothing if `RestartRule.held` is False, because restarts then need no
-        permission.
+        `allow_restarts` is called. A replica that comes up during the wait can be called after the
+        wait. Does nothing if `RestartRule.held` is False, because restarts then need no permission.
 
-        The wait is reported as progress of the run's current phase, because the start of a replica
-        has its own time limit.
+        The wait is reported as progress of the run's current phase, because a starting replica has
+        its own time limit.
         """
         if not self._holds:
             return

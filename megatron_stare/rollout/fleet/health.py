@@ -1,7 +1,7 @@
 """Tracks the state of each replica. This module defines the states and the legal transitions
 between them. This module also decides how many requests a replica may receive and when a lost
 replica is restarted. This module is pure. Callers report events and times. The modules fleet.py and
-dispatch.py act on the replicas' states.
+dispatch.py call and restart replicas according to the replicas' states.
 
 This module holds everything that the run knows about a replica's health. In addition, each engine
 tracks the state of its own weights (engines/state.py), often in another process.
@@ -58,10 +58,10 @@ class RestartRule:
 
     `most`: maximum number of restarts within any `window_s` seconds. None means no limit. `most` is
         None for servers that the run did not start.
-    `back_off_s`: seconds to wait before the second restart. The wait before a restart doubles for
-        each further restart within `window_s`.
-    `losses`: if another replica serves, number of consecutive lost requests after which the replica
-        itself counts as lost.
+    `back_off_s`: seconds to wait before the second restart. The wait doubles with each further
+        restart within `window_s` seconds.
+    `losses`: number of consecutive lost requests after which a replica itself counts as lost, if
+        another replica serves.
     `held`: True if restarts wait for permission (Fleet.allow_restarts). A server chooses the size
         of its cache from the memory that is free when the server starts. A server must therefore
         not start while the trainer occupies the device.
@@ -132,7 +132,7 @@ class FleetHealth:
     answers. A replica that lost a request is also avoided for at least as long as the lost request
     was in flight. An avoided replica receives a request only if all serving replicas are avoided.
     Avoidance keeps a hanging replica from delaying one request after another by the full request
-    timeout. The start of the next rollout ends all back-offs.
+    timeout. All back-offs end when the next rollout starts.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
@@ -158,7 +158,7 @@ class FleetHealth:
 
     @property
     def needs_proof(self) -> bool:
-        """True if any replica that takes part in the next weight update must verify its weights."""
+        """True if the next weight update includes a replica whose weights must be verified."""
         return any(self._standings[number].proof for number in self.among(SYNCED))
 
     def came_up(self, replica: int) -> None:
@@ -171,7 +171,7 @@ class FleetHealth:
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
         """Records that the replica received all weights of a version. The weights must be verified
-        if the replica has just come up or held weights of two versions."""
+        if the replica has just come up, or if its previous weight update failed."""
         standing = self._standings[replica]
         if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
@@ -311,8 +311,8 @@ class FleetHealth:
         return [when for when in standing.begun if now - when < self._rule.window_s]
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
-        """Changes the replica's state. If `only` is given, the change is allowed only from the
-        state `only`."""
+        """Changes the replica's state. If `only` is given, the replica's current state must be
+        `only`."""
         standing = self._standings[replica]
         if to not in _NEXT[standing.state] or only not in (None, standing.state):
             raise HealthError(f"engine {replica} cannot go from {standing.state.name} to {to.name}")

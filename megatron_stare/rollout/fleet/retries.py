@@ -21,7 +21,7 @@ class RequestRule:
     """Limits on the retries of a request; see the configuration section `faults.requests`.
 
     `attempts`: maximum number of attempts per request.
-    `back_off_s`: seconds for which a replica that lost a request receives no other request; see
+    `back_off_s`: seconds for which a replica receives no requests after it lost a request; see
         FleetHealth.
     `rollout_s`: time limit for all trajectories of a rollout together. None means no limit.
     """
@@ -84,7 +84,8 @@ class Retries:
         return [rid for rid, (given_to, _) in self._given.items() if given_to == replica]
 
     def given(self) -> Mapping[str, tuple[int, float]]:
-        """Returns the replica and the time of sending for each request in flight."""
+        """Returns, for each request in flight, the replica to which the request was sent and the
+        time of sending."""
         return self._given
 
     def give(self, rid: str, replica: int, now: float) -> None:

@@ -32,15 +32,15 @@ class Ages:
 
     Attributes:
         `oldest`: maximum age of a token; None means no limit.
-        `masked_from`: smallest age at which a token is removed from the loss mask. None means that
-            no token is masked because of its age.
+        `masked_from`: smallest age at which a token is removed from the loss mask. If `masked_from`
+            is None, the age of a token never removes the token from the loss mask.
     """
 
     oldest: int | None = None
     masked_from: int | None = None
 
     def settle(self, trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
-        """Excludes tokens that are too old from the loss, and returns metrics of the tokens' ages.
+        """Masks tokens that are too old, and returns metrics of the tokens' ages.
 
         Raises:
             WeightVersionError: the weights that sampled a token are too old, or newer than the

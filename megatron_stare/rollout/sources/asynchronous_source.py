@@ -2,9 +2,9 @@
 
 Step s trains the weights of version s - 1. With a staleness bound of k, step s begins when version
 s - 1 - k is published. When a step begins, the source draws the step's prompts and starts to
-sample. The weights that sample a token of step s are therefore at most k versions old. With k = 0,
-no batch is sampled ahead of training. Batches take prompts in stream order, so a long response
-delays only its own step.
+sample. The weights that sample a token of step s are therefore at most k versions old. With a
+staleness bound of 0, no batch is sampled ahead of training. Batches take prompts in stream order,
+so a long response delays only its own step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AsynchronousSource(RolloutSource):
     """Samples on a separate thread, whose event loop drives engines, environments and verifiers.
 
     `next` waits only until the last response of the step is verified. `publish` waits until the
-    current call of each replica has ended and the new weights have arrived. Responses in flight
+    current call to each replica has ended and the new weights have arrived. Responses in flight
     stay at their replicas and continue with the new weights. Each token records the version of the
     weights that sampled the token.
 
@@ -140,8 +140,8 @@ class AsynchronousSource(RolloutSource):
 
     def state(self) -> PromptState:
         """Returns the state that the prompt stream had before the first step whose batch `next` has
-        not returned. A run that resumes from this state samples again all responses that `next` has
-        not returned."""
+        not returned. If a run resumes from this state, all responses that `next` has not returned
+        are sampled again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
@@ -173,8 +173,8 @@ class AsynchronousSource(RolloutSource):
             self._loop.close()
 
     def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine on the loop's thread and returns its result. If a signal ends the wait,
-        the coroutine continues on the loop's thread."""
+        """Runs a coroutine on the loop's thread and returns its result. If a signal interrupts the
+        wait, the coroutine continues on the loop's thread."""
         return wait_for(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     def _wait_showing(self, step: int) -> Collected:
@@ -201,8 +201,8 @@ class AsynchronousSource(RolloutSource):
         """Starts to sample the batches of all steps, in step order.
 
         Before each step, waits until the oldest weights that the step may use are published. After
-        a step begins, waits until the step has stopped taking prompts from the stream and returning
-        prompts to the stream.
+        a step begins, waits until the step neither takes prompts from the stream nor returns
+        prompts to the stream any more.
         """
         try:
             for step in range(first, self._last + 1):
@@ -280,7 +280,7 @@ class AsynchronousSource(RolloutSource):
 
     async def _cancel(self) -> None:
         """Cancels every task of the loop. Waits until the cancelled tasks have ended, which can
-        take as long as the current call of a replica."""
+        take as long as the current call to a replica."""
         tasks: Sequence[asyncio.Task[Any]] = [
             *self._ahead.values(),
             *([self._making] if self._making else []),

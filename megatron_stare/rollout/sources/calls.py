@@ -1,11 +1,11 @@
-"""Records the tool calls of environments in a journal. The request is recorded before each call,
-and the answer after the call.
+"""Records the tool calls of environments in a journal. The journal records the request of a call
+before the call, and the answer after the call.
 
 The environment of a response runs again if the response is cut, or if a resumed run repeats the
 response. An environment that runs again receives the earlier answers of its tools from this
 journal. The journal therefore ensures that no tool call takes effect twice and that no tool's
 answer changes. The journal has one file per step. The calls of a response are recorded in the file
-of the step in which the response began. An environment continues only after its new line of the
+of the step in which the response began. An environment continues only after its new line in the
 journal is on disk. When old checkpoints are removed, the journal files that no remaining checkpoint
 needs are removed too (driver/checkpoints.py).
 """

@@ -1,5 +1,5 @@
 """Selects the prompt groups that a step trains on. A step trains either on the groups of the next
-prompts, whatever the rewards, or only on informative groups (dynamic sampling).
+prompts, whatever their rewards are, or only on informative groups (dynamic sampling).
 
 Shape legend: a group consists of all trajectories of one prompt.
 """
@@ -104,7 +104,7 @@ class Groups(ABC):
 
 
 class EveryGroup(Groups):
-    """Selects the groups of the next prompts, whatever the rewards of the groups.
+    """Selects the groups of the next prompts, whatever the rewards of the groups are.
 
     Args:
         groups: prompt groups per step.
@@ -148,7 +148,8 @@ class InformativeGroups(Groups):
 
     If all rounds together yield too few informative groups, dropped groups fill up the step, in
     prompt order. A dropped group that fills up a step contributes no gradient. If the loss is
-    divided by the number of tokens, that number includes the tokens of dropped groups in the step.
+    divided by the number of tokens, that number also counts the tokens of dropped groups that fill
+    up the step.
 
     Args:
         groups: prompt groups per step.
@@ -178,7 +179,8 @@ class InformativeGroups(Groups):
         settled: Callable[[], None],
     ) -> Collected:
         """See Groups. After each round, the prompts after the last used group return to the stream.
-        This method never calls `settled`, because it may use the stream until its end."""
+        This method never calls `settled`, because the method may use the stream until the method
+        returns."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0

@@ -108,8 +108,8 @@ def check_staleness(config: Config, method: Method) -> None:
 
 
 def check_partial(config: Config) -> None:
-    """Raises ConfigError if the section `partial`, which cuts long responses, contradicts other
-    settings."""
+    """Raises ConfigError if the settings for cutting long responses (section `partial`) contradict
+    other settings."""
     partial, batch, longest = config.partial, config.batch, config.rollout.max_new_tokens
     assert partial.tokens is not None
     if config.rollout.staleness is not None:

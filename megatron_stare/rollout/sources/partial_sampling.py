@@ -1,13 +1,14 @@
 """Implements partial rollouts: long responses are cut at the end of a step and continued in a later
 step.
 
-More prompt groups are in progress than a step trains on. In each round, every unfinished response
-grows until it is finished or has grown by a fixed number of tokens. Rounds continue until enough
-groups are complete. At the end of a step, unfinished responses are kept with the weight version of
-every token. Unfinished responses continue in the next step, together with responses to new prompts.
-As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), the length of a round is a number of tokens, not
-a time. With this definition of a round, the selection of groups depends only on seeds and weights.
-As in APRIL (arXiv 2509.18521), more groups are sampled than a step takes.
+The number of prompt groups in progress is larger than the number that a step trains on. In each
+round, every unfinished response grows until it is finished or has grown by a fixed number of
+tokens. Rounds continue until enough groups are complete. At the end of a step, unfinished responses
+are kept with the weight version of every token. Unfinished responses continue in the next step,
+together with responses to new prompts. As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), the
+length of a round is a number of tokens, not a time. With this definition of a round, the selection
+of groups depends only on seeds and weights. As in APRIL (arXiv 2509.18521), more groups are sampled
+than a step takes.
 
 Shape legend: a group consists of all responses to one prompt.
 """
@@ -60,8 +61,9 @@ class PartialGroups(Groups):
     most `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups` versions.
 
     With dynamic sampling (see InformativeGroups), a complete group whose rewards are all equal is
-    dropped. After the round, a new group replaces each dropped group. If the allowed refills yield
-    too few groups, dropped groups fill up the step, in the order in which they were dropped.
+    dropped. If a step still needs complete groups after a round, new groups replace the dropped
+    groups. If the allowed refills yield too few groups, dropped groups fill up the step, in the
+    order in which they were dropped.
 
     Args:
         groups: prompt groups per step.

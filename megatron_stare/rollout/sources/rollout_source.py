@@ -72,9 +72,9 @@ class PromptStream(Protocol):
 
 
 class _Judging:
-    """Obtains verdicts on the responses of a rollout. If the verifier judges groups, a response
-    waits until all responses to its prompt have arrived. The last response to a prompt starts the
-    verification of all responses to that prompt.
+    """Obtains verdicts on the responses of a rollout. If the verifier needs whole groups, a
+    response waits until all responses to the same prompt have arrived. The last response to a
+    prompt starts the verification of all responses to that prompt.
 
     Args:
         wanted: number of responses to expect, by prompt cursor.
@@ -102,7 +102,7 @@ class _Judging:
         return await verdict
 
     async def without(self, prompt: Prompt) -> None:
-        """Reduces by one the number of responses that are expected for a prompt. Judges the group
+        """Reduces by one the number of responses that are expected for a prompt. Verifies the group
         if all remaining responses of the group now wait for their verdicts."""
         self._wanted[prompt.cursor] -= 1
         await self._judge_whole(prompt)
@@ -138,8 +138,8 @@ class RolloutSource(ABC):
     """Supplies one rollout batch per training step. Batches are sampled from the weights that
     training publishes.
 
-    Every rollout source must meet the following requirements. SynchronousSource meets all of them
-    by design.
+    Every rollout source must meet the following requirements. SynchronousSource meets all
+    requirements by design.
 
     - Every prompt of the stream is used exactly once, in cursor order, even if the run is saved and
       resumed.
@@ -185,10 +185,10 @@ class RolloutSource(ABC):
 class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
-    `verify`: function that opens the verifier for a given number of answers; see
-        rewards/verdicts.py.
-    `calls`: journal of tool calls. By default the journal is kept only in the memory of this
-        process.
+    `verify`: function that takes the number of answers to verify, and returns an async context
+        manager. The context manager yields the Judge of these answers; see rewards/verdicts.py.
+    `calls`: journal of tool calls. By default, the journal of tool calls is kept only in the memory
+        of this process.
     """
 
     pool: EnginePool
@@ -252,7 +252,7 @@ class Rollouts:
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
         """Starts or continues responses. Each response grows until the response is finished, or
-        until it has grown by `tokens` tokens. Finished responses are judged.
+        until it has grown by `tokens` tokens. Finished responses are verified.
 
         Waits until all verdicts have arrived and every response is either finished or cut. Raises
         the first error.
@@ -399,8 +399,8 @@ def training_params(params: SamplingParams) -> SamplingParams:
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int, longest: int) -> None:
     """Raises DataError if an environment broke its contract. All columns must have the same length.
-    Only sampled tokens may carry loss. The response and each of its branches must not be longer
-    than the run allows.
+    Only sampled tokens may be in the loss mask. The response and each of its branches must not be
+    longer than the run allows.
 
     Args:
         longest: maximum number of tokens of a branch, including the branch's context.

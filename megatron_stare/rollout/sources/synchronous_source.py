@@ -1,4 +1,4 @@
-"""Samples a batch from the newest weights when training asks for the batch."""
+"""Samples a batch from the newest weights when training requests the batch."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown. This method is called after an error
+        """Marks the outcomes of failed tool calls as unknown. This method is called if an error has
         ended the environment, because the error may come from a failed tool call. If the journal
         kept the outcomes of failed tool calls, a resumed run would receive the same tool errors
         forever."""

@@ -43,8 +43,8 @@ _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
 
 @dataclass
 class Answer:
-    """The policy's answer to one call of an environment's `generate`. An answer may consist of
-    several parts, which engines sample one after the other."""
+    """The policy's answer to one call that an environment made to `generate`. An answer may consist
+    of several parts, which engines sample one after the other."""
 
     tokens: Tensor = _NO_TOKENS  # [n] int32
     log_probs: Tensor = _NO_LOG_PROBS  # [n] float32, nats
@@ -70,7 +70,7 @@ class Answer:
         self.experts = part.experts
 
     def turn(self) -> Turn:
-        """Returns the finished answer as environments see it."""
+        """Returns the finished answer as the Turn that environments receive."""
         assert self.finish_reason is not None
         return Turn(
             self.tokens,
@@ -90,8 +90,8 @@ class UnderWay:
     Attributes:
         `step`: step in which the response began. The response's sampling noise depends on this step
             until the response ends.
-        `answers`: the policy's answers, one for each call of the environment's `generate`. The last
-            answer may be incomplete because the response was cut.
+        `answers`: the policy's answers, one for each call that the environment made to `generate`.
+            The last answer may be incomplete because the response was cut.
         `calls`: tool calls of the environment, in order. Each entry of `calls` is a pair of the
             request's checksum and the call's id.
         `context`: checksum of the context of the last answer, if the last answer is incomplete.
@@ -165,8 +165,8 @@ class UnderWay:
         return ResponseCut()
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Stores the finished trajectory. Drops the answers and calls, because the trajectory
-        contains their tokens."""
+        """Stores the finished trajectory. Drops the answers and the calls, which only an unfinished
+        response needs. The trajectory contains the answers' tokens."""
         self.trajectory, self.answers, self.calls, self.context = trajectory, [], [], ""
 
     def give_up(self) -> Trajectory:

@@ -161,8 +161,8 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns the group rank of each server's rank 0. The group rank of a server's rank n is higher
-    by n than the group rank of its rank 0. The final entry of the list is the size of the group."""
+    """Returns the group rank of each server's rank 0. A server's rank n comes n ranks after the
+    server's rank 0 in the group. The final entry of the list is the size of the group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 

@@ -39,10 +39,10 @@ ABORT_S = 10.0  # time limit for aborting requests that nobody waits for any mor
 
 
 class UnansweredError(SGLangError):
-    """Raised if a call got no answer, or an answer with a temporary error. A retry at this server
-    or at another server can succeed.
+    """Raised if a call got no answer, or if the server answered with a temporary error. A retry at
+    this server or at another server can succeed.
 
-    late: True if the call's time limit passed.
+    `late`: True if the call's time limit passed.
     """
 
     late = False
@@ -200,7 +200,7 @@ class SGLangClient:
         return await self.get("/model_info")
 
     async def asks_for_key(self) -> bool:
-        """Returns True if the server refuses a request without the key.
+        """Returns True if the server refuses requests without the API key.
 
         One request is enough, because SGLang protects all endpoints except /health in the same way.
         """
@@ -301,8 +301,8 @@ def _tags(parts: Collection[str]) -> list[str]:
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
     for every token, and no reference cycles. The garbage collector would therefore find nothing to
-    free in an answer. The garbage collector would still traverse the lists of every answer and,
-    after every few answers, all objects of the process."""
+    free in an answer. The garbage collector would still traverse the lists of every answer, and
+    would traverse all objects of the process after every few answers."""
     enabled = gc.isenabled()
     gc.disable()
     try:

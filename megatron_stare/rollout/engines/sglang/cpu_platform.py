@@ -92,8 +92,8 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors in the same way as SGLang does if its CPU engine is on. CPU servers run with
-    SGLang's CPU engine off, so SGLang itself would call a CUDA operator."""
+    """Gathers tensors in the way in which SGLang gathers tensors when its CPU engine is on. CPU
+    servers run with SGLang's CPU engine off, so SGLang itself would call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
@@ -104,9 +104,9 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
     """Makes SGLang use its CPU code for padding. Padding is needed if groups of ranks serve
-    separate requests. SGLang itself uses this CPU code only if its CPU engine is on. This function
-    also defines the fill value for sequence lengths, which only the attention backends of SGLang's
-    CPU engine define."""
+    separate requests. SGLang itself uses its CPU code for padding only if its CPU engine is on.
+    This function also defines the fill value for sequence lengths, which only the attention
+    backends of SGLang's CPU engine define."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)

@@ -39,8 +39,8 @@ class Place:
 @cache
 def this_host() -> str:
     """Returns a text that identifies this machine or container. The text names the host, the boot
-    id, the network namespace and the shared memory. Any two machines or containers differ in at
-    least one of these four values."""
+    id, the network namespace and the shared memory. Any two machines or containers differ in the
+    host, the boot id, the network namespace or the shared memory."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))

@@ -85,10 +85,11 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
     from the model. Also raises ConfigError for every speculative algorithm except NGRAM, because a
     weight sync to a server with a draft model was never tried.
 
-    Comparing log-probs with the trainer does not detect tokens that are not samples from the model,
-    because the log-probs of these tokens are right. On CPUs, SGLang's verification of drafts takes
-    the likeliest token at every temperature (eagle_utils.py, 0.5.23). On CUDA, speculative decoding
-    returns exact samples if both acceptance thresholds are 1.
+    A comparison with the trainer does not detect tokens that are not samples from the model,
+    because only log-probs are compared, and the log-probs of these tokens are right. On CPUs,
+    SGLang's verification of drafts takes the likeliest token at every temperature (eagle_utils.py,
+    0.5.23). On CUDA, speculative decoding returns exact samples if both acceptance thresholds are
+    1.
 
     Args:
         arguments: the server's arguments, by name with dashes or underscores.
@@ -346,8 +347,8 @@ def _finish_reason(
 
 
 def check_stop(answer: dict[str, Any], token: int, where: str) -> None:
-    """Checks that `token` is the only token of the answer, has a log-prob, and is reported as the
-    reason for the stop. Raises SGLangError if any of these checks fails."""
+    """Checks that the answer consists of `token` alone, that `token` has a log-prob, and that the
+    server reports `token` as the stop reason. Raises SGLangError if a check fails."""
     meta, ids = answer["meta_info"], list(answer["output_ids"])
     reason = meta["finish_reason"]
     sampled = [entry[1] for entry in meta.get("output_token_logprobs") or []]

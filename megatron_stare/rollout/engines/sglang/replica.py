@@ -75,8 +75,8 @@ class SGLangReplica(Replica):
         )
 
     def engine(self) -> SGLangEngine:
-        """See Replica. Waits until the server answers. Leaves nothing running if the server does
-        not answer or cannot be used."""
+        """See Replica. Waits until the server answers. If the server does not answer or cannot be
+        used, ends everything that this replica started."""
         config, loop = self._config, asyncio.new_event_loop()
         target = servers_target(config)
         with contextlib.ExitStack() as stack:
@@ -285,7 +285,7 @@ def server_options(
 
 
 def servers_target(config: Config) -> ServersTarget:
-    """Returns a target for the run's weight syncs that does not contain any servers yet."""
+    """Returns the target of the run's weight syncs. The target contains no servers yet."""
     return ServersTarget(
         config.sglang.sync,
         config.runtime.timeout_s,

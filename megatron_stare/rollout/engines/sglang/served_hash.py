@@ -31,7 +31,7 @@ class Digest(Protocol):
 
     def update(self, part: Tensor) -> None:
         """Adds the elements of the tensor `part` in order. The tensor may have any dtype, shape and
-        stride, and may change afterwards."""
+        stride, and may change after the call."""
 
     def hexdigest(self) -> str:
         """Returns 16 hexadecimal digits. Nothing may be added afterwards."""

@@ -531,7 +531,7 @@ def _in_event_loop() -> bool:
 async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
     """Verifies that a server treats stop tokens in the way that training requires. Requests one
     short response for each stop token. A large bias on the stop token's logit makes the server
-    sample this token, whatever the model's weights.
+    sample this token, whatever the model's weights are.
 
     A response must include its stop token and the stop token's log-prob, because the policy sampled
     the stop token and trains on all sampled tokens.

@@ -26,8 +26,8 @@ CPU_WIDTHS = 32  # on CPUs, SGLang pads a rank's feed-forward columns to a multi
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """Device of one server, and sharding of the model over the server's tensor-parallel ranks.
-    Experts are sharded over the same ranks.
+    """Device of one server, and sharding of the model over the server's tensor-parallel ranks. The
+    model's experts are sharded over the same tensor-parallel ranks as its other weights.
 
     With SGLang's attention DP (data-parallel attention), each group of ranks computes attention for
     its own requests. With attention DP, every group holds all attention weights and the whole
@@ -70,7 +70,7 @@ class ServerLayout:
 
     def require_family(self, shape: ModelShape, where: str) -> None:
         """Raises ConfigError if the server uses attention DP for a model that does not support
-        attention DP. SGLang would ignore attention DP without an error and sample wrong tokens."""
+        attention DP. SGLang would silently ignore attention DP, and would sample wrong tokens."""
         if self.data > 1 and not family_of(shape).served_by_groups:
             can = ", ".join(
                 name for name, family in sorted(FAMILIES.items()) if family.served_by_groups
@@ -172,9 +172,9 @@ def _expert(name: str) -> int:
 
 
 def _split(rule: Rule, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
-    """Splits a fused tensor into the parts that are sharded separately. Returns any other tensor as
-    a single part. Also returns the kind of each part, because keys and values are sharded
-    differently from other parts."""
+    """Splits a fused tensor into the parts that are sharded separately. If the tensor is not fused,
+    returns the whole tensor as a single part. Also returns the kind of each part, because keys and
+    values are sharded differently from other parts."""
     kinds = ("q", "kv", "kv") if rule.layout == "qkv" else ("rows",) * len(rule.sources)
     if len(rule.hf) == len(kinds):
         return [(kinds[rule.hf.index(numbered(name)[1])], tensor)]

@@ -32,7 +32,7 @@ def share_of_ports(number: int, processes: int) -> Sequence[int]:
 class ServerOptions:
     """Options of a server. If an option is None, SGLang chooses the value.
 
-    `seeds`: True: the server honours sampling seeds; see docs/sglang.md for the guarantees.
+    `seeds`: True if the server honours sampling seeds; see docs/sglang.md for the guarantees.
     """
 
     python: str  # Python of SGLang's environment

@@ -232,7 +232,7 @@ class Sending:
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
     """Returns the device from which this process transfers buckets. The device is a GPU if this
-    process has a GPU and all servers run on GPUs, and the CPU otherwise."""
+    process has a GPU and all servers run on GPUs. Otherwise the device is the CPU."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 

@@ -48,7 +48,7 @@ class TargetServer:
 
 @dataclass(frozen=True)
 class ServersTarget(SyncTarget):
-    """Target of a weight sync, which consists of some or all of a run's servers; see SyncTarget.
+    """Some or all servers of a run, as the target of a weight sync; see SyncTarget.
 
     `method`: a value of `sglang.sync`.
     `timeout_s`: time limit of one call to a server, seconds.
@@ -85,8 +85,8 @@ class ServersTarget(SyncTarget):
 
     @property
     def shares_devices(self) -> bool:
-        """See SyncTarget. Returns False for CPU servers that the run attaches to and for multi-node
-        CPU servers, because these servers receive bytes instead of handles to shared memory."""
+        """See SyncTarget. Returns False if any CPU server is multi-node or was not started by the
+        run, because such a server receives bytes instead of handles to shared memory."""
         here = all(
             s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers
         )
@@ -98,10 +98,11 @@ class ServersTarget(SyncTarget):
 
     @property
     def owners_send(self) -> bool:
-        """Returns True if all servers are on GPUs and `shares_devices` is False. Each rank then
-        sends the experts that the rank holds. Servers keep a layer's experts in one parameter. On a
-        GPU, several senders can each hash a part of the experts' parameter. SHA-256, the hash for
-        servers on the CPU, needs all bytes of the experts' parameter in one process."""
+        """Returns True if all servers are on GPUs and `shares_devices` is False. If `owners_send`
+        is True, each rank sends the experts that the rank holds. Servers keep a layer's experts in
+        one parameter. On a GPU, several senders can each hash a part of the experts' parameter.
+        SHA-256, the hash for servers on the CPU, needs all bytes of the experts' parameter in one
+        process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )

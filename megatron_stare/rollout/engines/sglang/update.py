@@ -63,8 +63,8 @@ class WeightUpdate:
         return self._proven is None
 
     async def begin(self) -> None:
-        """Pauses the servers and opens their update sessions. Afterwards the servers can receive
-        weights."""
+        """Pauses the servers and opens their update sessions. After `begin`, the servers can
+        receive weights."""
         # layouts are requested meanwhile, because a restarted server may have another one
         _, *infos = await everywhere(
             self._opened(), *(client.server_info() for client in self._clients)
@@ -101,8 +101,8 @@ class WeightUpdate:
         return self._checksums
 
     async def end_sent(self, sent: Sent) -> None:
-        """Completes the update. Afterwards every server holds the sent weights and samples from
-        these weights.
+        """Completes the update. After `end_sent`, every server holds the sent weights and samples
+        from these weights.
 
         Raises:
             WeightUpdateError: the tensors of a server differ from the sent tensors in name, size or

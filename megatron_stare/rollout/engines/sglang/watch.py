@@ -22,7 +22,7 @@ ATTEMPTS, PAUSE_S = 2, 0.2
 class ServerGoneError(EngineLostError, SGLangError):
     """A server is lost.
 
-    late: True if the server may still run but did not answer within the time limit.
+    `late`: True if the server may still run but did not answer within the time limit.
     """
 
     late = False
