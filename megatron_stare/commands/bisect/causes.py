@@ -45,7 +45,7 @@ class Change:
     `settings`: new values for settings of the run, by dotted key. Only the re-run uses these
         values.
     `method`: a function that changes the method after the configuration is checked, or None.
-    `harmless`: true if the change alters the first step of a correct run only by rounding errors.
+    `harmless`: true if, in a correct run, the change alters the first step only by rounding errors.
     """
 
     name: str
@@ -253,8 +253,8 @@ class _ClosedGate(_HeldGate):
 
 
 class _DrawsByPlace:
-    """Mixin that seeds a token's random draw by the token's position in its rank's batch, so that
-    draws depend on the layout."""
+    """Mixin that seeds the random draw for a token by the token's position in its rank's batch, so
+    that the draws depend on the layout."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
         return uniform(

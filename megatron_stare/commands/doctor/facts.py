@@ -1,5 +1,5 @@
-"""Collects facts about one machine, without judging the facts. The facts are versions, limits,
-devices, environment variables and the capabilities of a folder."""
+"""Collects facts about one machine. Other modules check these facts. The facts are versions,
+limits, devices, environment variables and the capabilities of a folder."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _shared_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FolderSeen:
-    """Capabilities of a folder, measured by a test.
+    """Capabilities of a folder, as a test found them.
 
     `renames`: true if a renamed folder appears under its new name at once.
     `locks`: true if a second process cannot take a lock that another process holds.
