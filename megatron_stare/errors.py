@@ -81,7 +81,8 @@ class GuardError(UserError):
 
 
 class RollBack(Exception):
-    """Raised to make a run resume from its newest checkpoint without some prompts.
+    """Raised to roll a run back to its newest checkpoint, and to leave out some prompts from then
+    on.
 
     Args:
         step: step that caused the rollback.

@@ -7,8 +7,8 @@ The resident size of the n processes would count the page n times.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
 collector. A full collection in the middle of a step visits every object that is not hidden. Torch
-and transformers alone create a few hundred thousand objects. A rank that collects garbage delays
-all other ranks.
+and transformers alone create a few hundred thousand objects. While one rank collects garbage, all
+other ranks wait.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
 the memory. By default glibc returns freed memory to the kernel. The kernel then zeroes every page
@@ -129,8 +129,8 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 class SharedMappings:
     """Shared memory mappings of this process (proc_pid_maps(5)) at the time when the object is
-    made. A forked child shares these mappings with its parent, but gets its own copy of every other
-    page that is written to."""
+    created. A forked child shares these mappings with its parent, but gets its own copy of every
+    other page that is written to."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps") as lines:

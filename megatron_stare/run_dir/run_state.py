@@ -181,8 +181,8 @@ class RunDir:
         """Removes everything that a failed start added to the directory.
 
         Removes config.yaml first, because a directory without config.yaml does not count as a run.
-        If this process is killed before it has removed the other files, the directory therefore
-        already does not count as a run.
+        Thus, if this process is killed before it has removed the other files, the directory does
+        not count as a run.
         """
         if CONFIG not in self._found:
             (self.path / CONFIG).unlink(missing_ok=True)

@@ -105,7 +105,7 @@ def check_clock(asked: float, told: float, answered: float) -> Finding:
 
 
 def check_topology(facts: Facts, tensor: int) -> Finding:
-    """Checks that GPUs of the same tensor-parallel group are connected without crossing a PCIe host
+    """Checks that no connection between GPUs of the same tensor-parallel group crosses a PCIe host
     bridge. A group consists of `tensor` GPUs with consecutive indices. Uses the output of
     `nvidia-smi topo -m`."""
     links = parse_topology(facts.topology)

@@ -200,7 +200,7 @@ def read_config(
     beneath: Sequence[Layer] = (),
 ) -> Config:
     """Reads the configuration of a run that is about to start. Prints a message before it reads the
-    method, because this imports torch and therefore takes some time.
+    method, because reading a method imports torch and therefore takes some time.
 
     Raises:
         UserError: as load_config.
