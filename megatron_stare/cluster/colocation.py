@@ -1,5 +1,5 @@
 """Moves the trainer and the servers on and off the devices that they share. The shared devices may
-be too small to hold both at the same time.
+be too small to hold the trainer and the servers at the same time.
 
     phase          trainer memory                          server memory
     start          nothing, then everything                everything, then nothing
@@ -59,7 +59,8 @@ def in_order(
     """Starts trainer and engines.
 
     Colocated servers start before the trainer is built, because a starting server sizes its cache
-    by the free device memory. The servers then release their memory to make room for the trainer.
+    by the free device memory. After their start, the servers release their memory to make room for
+    the trainer.
     """
     if not config.sglang.colocated:
         ranks = trainers()

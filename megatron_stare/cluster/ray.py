@@ -467,7 +467,7 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
 
 
 def cluster_nodes(resource: str) -> list[Node]:
-    """Returns all nodes that the cluster knows, including lost nodes. Each Node contains the
+    """Returns all nodes in the cluster's records, including lost nodes. Each Node contains the
     numbers of the node's total and free GPUs."""
     free = available_resources_per_node()
     return [

@@ -52,8 +52,8 @@ def half_started(error: BaseException) -> Any:
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager around a shutdown of Ray. If an essential Ray process ended before the
-    shutdown, Ray does not end its workers. After such a shutdown, the context manager kills all
-    workers that are still alive after LEFT_S seconds."""
+    shutdown, Ray does not end its workers. The context manager kills workers that Ray does not end,
+    if they are still alive LEFT_S seconds after the shutdown."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]

@@ -55,7 +55,7 @@ class StateProof:
         order, nats.
     `sums`: maps the name of each whole tensor to the sum of its absolute values and the sum of its
         squares.
-    `counts`: maps the name of each step counter to its count.
+    `counts`: maps the name of each step counter to the counter's value.
     """
 
     log_probs: Mapping[str, Sequence[float]]

@@ -1,4 +1,4 @@
-"""Defines the section `algorithm`, which holds a method's name and the settings of this method.
+"""Defines the section `algorithm`, which contains a method's name and the settings of this method.
 
 Each field of a method's class is a setting of the method. Users can write their own method classes.
 Method classes import torch, so reading the section `algorithm` imports torch. Importing this file

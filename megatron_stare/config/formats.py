@@ -1,10 +1,10 @@
 """Upgrades older formats of a run's config.yaml, and of the run_state.json in each checkpoint.
 
-Both files store their format number under the key "format". FORMAT is the current format number. A
-file without a format number has format 1. When a file of an older release is read, its content is
-upgraded one format at a time. Reading does not change the file on disk. Only a resumed run writes
-the upgraded content. An incompatible change of config.yaml or run_state.json needs one more entry
-in UPGRADES and no other code.
+config.yaml and run_state.json store their format number under the key "format". FORMAT is the
+current format number. A file without a format number has format 1. When a file of an older release
+is read, its content is upgraded one format at a time. Reading does not change the file on disk.
+Only a resumed run writes the upgraded content. An incompatible change of config.yaml or
+run_state.json needs one more entry in UPGRADES and no other code.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lists the settings of the section `performance`, one row per setting. These settings save time or
-memory and change results only in the last bits.
+"""Lists the settings of the section `performance`, one row per setting. The settings of
+`performance` save time or memory, and change results only in the last bits.
 
 A row contains the setting's requirements, tests and check in scripts/gpu_check.sh, and the values
 that Megatron's fields get from the setting. If a setting is null, `chosen` decides whether the

@@ -179,8 +179,8 @@ class Checkpoints:
 
 def first_step_asked(checkpoint: Path) -> int:
     """Returns the earliest step whose recorded tool calls may be needed when the run resumes from
-    the checkpoint. This step is the checkpoint's own step, or the earlier step in which the oldest
-    response in flight began. Raises DataError if the checkpoint's state cannot be read."""
+    the checkpoint. The returned step is the checkpoint's own step, or the earlier step in which the
+    oldest response in flight began. Raises DataError if the checkpoint's state cannot be read."""
     kept = from_bytes(RunState.read(checkpoint).kept)
     begun = [response.step for group in kept for response in group]
     return min([step_of(checkpoint), *begun])

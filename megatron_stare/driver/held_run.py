@@ -100,8 +100,8 @@ class HeldRun:
 
     def opened(self) -> None:
         """Records that a session has started completely. The session has renamed the checkpoints of
-        all steps after `from_step`, so `opened` clears `from_step`. The next session then resumes
-        from the newest checkpoint."""
+        all steps after `from_step`, so `opened` clears `from_step`. After `from_step` is cleared,
+        the next session resumes from the newest checkpoint."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 

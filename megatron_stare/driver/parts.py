@@ -210,7 +210,7 @@ class Saves(Part):
         """Finishes the pending checkpoint when the run ends.
 
         After an interruption or an error that a guard raised, waits for the pending checkpoint. If
-        the interruption asks for a save, also saves the last step. After any other error, does
+        the interrupted run is to be saved, also saves the last step. After any other error, does
         nothing, because the ranks may have failed. Incomplete checkpoints are removed later.
 
         Raises:

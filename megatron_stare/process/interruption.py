@@ -8,10 +8,11 @@ code that holds a lock, or while Ray starts. The shutdown of processes is not in
 either.
 
 While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
-The run can then save its last whole step. While responses are sampled, the first SIGINT or SIGTERM
-ends the run immediately. SIGUSR1 ends the run after the current step. If the run is still going
-`grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its next poll, even
-within a step. A second Ctrl-C immediately ends the process and its child processes, without saving.
+Before the run closes, it can save its last whole step. While responses are sampled, the first
+SIGINT or SIGTERM ends the run immediately. SIGUSR1 ends the run after the current step. If the run
+is still going `grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its
+next poll, even within a step. A second Ctrl-C immediately ends the process and its child processes,
+without saving.
 """
 
 from __future__ import annotations
@@ -438,9 +439,9 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares that the run now makes training steps. After this call, a signal raises
-    KeyboardInterrupt only at a point where the last step is complete and the next step has not yet
-    changed the run's state.
+    """Declares that the run now makes training steps. After `makes_steps` was called, a signal
+    raises KeyboardInterrupt only if the last step is complete and the next step has not yet changed
+    the run's state.
 
     Args:
         grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: the run

@@ -7,12 +7,12 @@ The resident size of the n processes would count the page n times.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
 collector. A full collection in the middle of a step visits every object that is not hidden. Torch
-and transformers alone create a few hundred thousand objects. While one rank collects garbage, all
-other ranks wait.
+and transformers alone create a few hundred thousand objects. A rank that collects garbage delays
+all other ranks.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
-the memory. By default glibc returns freed memory to the kernel. The kernel then zeroes every page
-at the next allocation. Zeroing the pages takes a tenth of a small model's step time.
+the memory. By default glibc returns freed memory to the kernel. At the next allocation, the kernel
+must zero every returned page. Zeroing the pages takes a tenth of a small model's step time.
 """
 
 from __future__ import annotations

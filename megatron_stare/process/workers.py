@@ -61,7 +61,7 @@ class Workers(ABC):
         can fetch the value."""
 
     def replace(self, worker: int) -> None:
-        """Replaces one worker by a new worker. The old worker may be alive, hanging or dead.
+        """Ends one worker and starts a new worker in its place. The old worker may hang or be dead.
         Returns when the new worker is ready.
 
         Any thread may call `replace`, but no other thread may call this worker at the same time.

@@ -232,7 +232,7 @@ class ChangedRun(ResolvedRun):
 
 
 class _HeldGate:
-    """Mixin that keeps the gate at the value `held` for every entropy."""
+    """Mixin that keeps the gate at the value `held`, whatever the entropy is."""
 
     held: float
 
@@ -294,7 +294,7 @@ def without_correction(method: Method) -> Method:
 
 
 def has_gate(method: Method) -> bool:
-    """Tells whether the method has a gate that the entropy opens and closes."""
+    """Tells whether the method has a gate that opens and closes depending on the entropy."""
     return isinstance(method, Stare) and method.entropy_target is not None
 
 

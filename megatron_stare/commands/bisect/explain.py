@@ -2,10 +2,11 @@
 metrics of the steps.
 
 `explain` answers these questions in this order. Do the repeated unchanged steps reproduce the
-record? If the unchanged steps do not reproduce the record, is there a change that reproduces more
-steps bit for bit, or that brings every figure close to the record? If the unchanged steps reproduce
-the record, does the record contradict the configuration? Does a harmless change, such as another
-layout, change the first step's metrics by more than rounding errors?
+record? If the unchanged steps do not reproduce the record, does any change reproduce more steps bit
+for bit? If no change reproduces more steps, does any change bring every figure close to the record?
+If the unchanged steps reproduce the record, does the record contradict the configuration? Does a
+harmless change, such as another layout, change the first step's metrics by more than rounding
+errors?
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Facts:
     `gpus`: memory of each GPU, bytes.
     `topology`: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
     `limits`: the soft limits by name. A limit of -1 means that there is no limit.
-    `shared_memory`: the free and total size of /dev/shm, bytes. Both sizes are 0 if there is no
-        /dev/shm.
+    `shared_memory`: the free and total size of /dev/shm, bytes. The free size and the total size
+        are 0 if there is no /dev/shm.
     `interfaces`: IPv4 addresses by interface.
     `infiniband`: names of adapters.
     `clock`: the machine's time, seconds since 1970.

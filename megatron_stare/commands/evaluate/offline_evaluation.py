@@ -77,8 +77,8 @@ class Checkpoint:
         return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
 
     def identity(self) -> dict[str, Any]:
-        """Returns values that identify the weights. These values are the path, the step, and one
-        digest of the names, sizes and modification times of the weight files."""
+        """Returns values that identify the weights. The returned values are the path, the step, and
+        one digest of the weight files' names, sizes and modification times."""
         files = sorted(
             file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp")
         )
