@@ -121,9 +121,9 @@ def _agent_of(process: psutil.Process) -> int | None:
 def own_group() -> Iterator[None]:
     """Context manager in which new processes are started in a separate process group.
 
-    A shell or the command `timeout` sends a signal to a whole process group. The signal would
-    immediately end Ray's processes and the ranks, but the ranks must first save the last step. A
-    process that leads its session cannot change its group. If this process leads its session, new
+    A shell or the command `timeout` sends a signal to a whole process group. A signal to Ray's
+    processes would immediately end them and the ranks, but the ranks must first save the last step.
+    A process that leads its session cannot change its group. If this process leads its session, new
     processes therefore stay in this process's group.
     """
     mine = os.getpgrp()

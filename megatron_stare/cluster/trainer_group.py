@@ -334,7 +334,7 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns the result of a rank's weight send as a list. The list contains either one result for
+    """Returns a rank's result of sending weights as a list. The list contains either one result for
     all engines or one result for each engine."""
     return told if isinstance(told, list) else [told]
 

@@ -27,7 +27,7 @@ class ResolvedRun:
 
 def resolve_run(config: Config, *, published: bool = False) -> ResolvedRun:
     """Reads the shape of the configuration's model. `resolve_run` does not check the configuration;
-    preflight.check does this.
+    preflight.check does.
 
     Args:
         published: if true and the model is absent, a shape that ships with the package may replace

@@ -123,8 +123,8 @@ class PhaseMemory(Part):
 
 
 class GuardedSteps(Part):
-    """Ends the run or rolls it back after a step, if this is the action of a guard that fired.
-    Records a rollback in the run directory before it raises RollBack."""
+    """Ends the run or rolls it back after a step, if a guard with this action fired. Records a
+    rollback in the run directory before it raises RollBack."""
 
     def __init__(
         self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]

@@ -164,8 +164,8 @@ class _Supervisor:
     def _now(self) -> list[str]:
         """Returns the arguments of the next driver.
 
-        If the run directory exists, the driver resumes the run in this directory. Once a driver has
-        started the run completely, `--from-step` is dropped, so that a restart does not discard
+        If the run directory exists, the driver resumes the run in this directory. After a driver
+        has started the run completely, `--from-step` is dropped, so that a restart does not discard
         later steps again. `--stop-after` is set to the remaining time.
         """
         arguments = self._arguments

@@ -4,8 +4,7 @@ driver's thread stops when it next polls for signals.
 `on_driver_thread` runs a command on a separate thread. The main thread only records a signal. The
 driver's thread raises KeyboardInterrupt at its next `poll`. No exception is raised between polls.
 Therefore KeyboardInterrupt is never raised in a destructor (which would swallow it), in library
-code that holds a lock, or while Ray starts. The shutdown of processes is not interrupted by signals
-either.
+code that holds a lock, or while Ray starts. Signals do not interrupt the shutdown of processes.
 
 While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
 Before the run closes, it can save its last whole step. While responses are sampled, the first
