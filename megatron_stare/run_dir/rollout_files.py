@@ -45,8 +45,8 @@ class Token:
         "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. "
         " marks a token that an environment wrote.
     `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
-        "?" means that the run did not forecast the entropy change. " " marks a token that an
-        environment wrote.
+        "?" means that the critical surprisal is unknown, because the run made no forecast. " "
+        marks a token that an environment wrote.
     """
 
     text: str
