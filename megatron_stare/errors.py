@@ -36,7 +36,7 @@ def _rebuild(cls: type[UserError], what: str, where: str | None, fix: str | None
 
 
 class ConfigError(UserError):
-    """Raised if the configuration contains something invalid or unsupported."""
+    """Raised if the configuration contains an invalid or unsupported value."""
 
 
 class DataError(UserError):
@@ -44,7 +44,7 @@ class DataError(UserError):
 
 
 class UnusableCheckpointError(DataError):
-    """Raised if a checkpoint is unusable but the run has an earlier checkpoint that is usable."""
+    """Raised if a checkpoint is unusable, but an earlier checkpoint of the run is usable."""
 
     def __init__(self, error: DataError, run_dir: Path, older: int) -> None:
         """Names the step of the earlier checkpoint in the error message.
@@ -81,7 +81,8 @@ class GuardError(UserError):
 
 
 class RollBack(Exception):
-    """Signal to resume a run from its newest checkpoint and leave out some prompts.
+    """Raised to roll a run back to its newest checkpoint, and to leave out some prompts from then
+    on.
 
     Args:
         step: step that caused the rollback.
@@ -124,8 +125,8 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Returns a readable message for an error that pydantic reports about a value. Keeps pydantic's
-    own message if the kind of error is unknown."""
+    """Returns a readable message for an error that pydantic reports about a value. For an unknown
+    kind of error, returns pydantic's own message."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

@@ -1,5 +1,5 @@
 """Moves the trainer and the servers on and off the devices that they share. The shared devices may
-be too small to hold both at the same time.
+be too small to hold the trainer and the servers at the same time.
 
     phase          trainer memory                          server memory
     start          nothing, then everything                everything, then nothing
@@ -9,9 +9,9 @@ be too small to hold both at the same time.
     sync           parameters                              weights, then the cache for the canary
     checkpoint     parameters, optimizer                   weights
 
-Optimizer state and KV cache are never on a device at the same time. For each call, a rank loads
-those parts of the trainer that the call needs (Trainer.onload). This module decides when the
-trainer offloads, what the servers hold in memory, and when a lost server may restart. A lost server
+Optimizer state and KV cache are never on a device at the same time. Before each call, a rank loads
+the parts of the trainer that this call needs (Trainer.onload). This module decides when the trainer
+offloads, what the servers hold in memory, and when a lost server may restart. A lost server
 restarts only in the phases rollout and eval, because a starting server sizes its cache by the free
 device memory.
 """
@@ -59,7 +59,8 @@ def in_order(
     """Starts trainer and engines.
 
     Colocated servers start before the trainer is built, because a starting server sizes its cache
-    by the free device memory. The servers then release their memory to make room for the trainer.
+    by the free device memory. After their start, the servers release their memory to make room for
+    the trainer.
     """
     if not config.sglang.colocated:
         ranks = trainers()
@@ -70,7 +71,7 @@ def in_order(
 
 
 class Colocation:
-    """Moves the trainer and the servers on and off the shared devices. Expects that `in_order` has
+    """Moves the trainer and the servers on and off the shared devices. Requires that `in_order` has
     started the trainer and the servers. Does nothing without `sglang.colocated`."""
 
     def __init__(self, config: Config, ranks: TrainerGroup, engines: EnginePool) -> None:
@@ -119,9 +120,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager inside which the save of a checkpoint begins. Releases the servers'
-        caches to make room for the optimizer state. When the context ends, all data of the
-        checkpoint has been copied to host memory."""
+        """Context manager for code that begins to save a checkpoint. Releases the servers' caches
+        to make room for the optimizer state. At the end of the context, the checkpoint's data must
+        already be in host memory."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

@@ -39,8 +39,8 @@ class EnginesAlone(Protocol):
 
 
 def make_engines(config: Config, tell: Callable[[str], None] = unsaid) -> EnginesAlone:
-    """Starts the engines in this process or in Ray, as `runtime.runner` says. Imports Ray only if
-    the engines start in Ray.
+    """Starts the engines in this process or in Ray, depending on `runtime.runner`. Imports Ray only
+    if the engines start in Ray.
 
     Args:
         tell: a function that is called with a line of text before each start that takes seconds.

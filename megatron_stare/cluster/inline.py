@@ -35,7 +35,8 @@ from megatron_stare.rollout.fleet.retries import RequestRule
 
 
 class InlineWorkers(Workers):
-    """Workers that are objects in this process. The handle of a call is the result of the call.
+    """Workers that are objects in this process. A call runs at once, and its result serves as its
+    handle.
 
     Args:
         make: a function that creates a replacement for the worker with a given number. If `make` is
@@ -111,7 +112,7 @@ def _engines(config: Config) -> str:
 
 
 class InlineRunner:
-    """Runs one rank and all engines in this process. For this runner, preflight refuses every
+    """Runs one rank and all engines in this process. For this runner, preflight rejects every
     layout with more than one rank.
 
     Args:

@@ -20,9 +20,9 @@ class Spot:
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Decides which process becomes which rank. Returns, for each rank, the index of the rank's
-    process in `spots`. The ranks are numbered node by node, in the plan's order of nodes. On each
-    node, the ranks are numbered in the order of their processes' GPU indices.
+    """Assigns the ranks to the processes. Returns, for each rank, the index of the rank's process
+    in `spots`. The ranks are numbered node by node, in the plan's order of nodes. On each node, the
+    ranks are numbered in the order of their processes' GPU indices.
 
     Args:
         spots: the nodes and GPUs of the processes, in the order in which the processes were

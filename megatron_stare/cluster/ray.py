@@ -259,7 +259,8 @@ class RayWorkers(RayPeers):
         return [getattr(actor, name).remote(*args) for actor in self._actors]
 
     def renumber(self, order: Sequence[int]) -> None:
-        """Renumbers the actors. The actor that had the number order[i] gets the number i."""
+        """Renumbers the actors. For each i, the actor with the old number order[i] gets the number
+        i."""
         self._actors = [self._actors[number] for number in order]
         self._makers = [self._makers[number] for number in order]
 
@@ -274,7 +275,8 @@ class RayWorkers(RayPeers):
         return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Makes one worker in every actor, from the actor's entry in `arguments`."""
+        """Makes one worker in every actor, with the actor's entry in `arguments` as the worker's
+        arguments."""
         self._built = [
             (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
         ]
@@ -351,9 +353,9 @@ def get(
 
 
 def _turn(until: float) -> float:
-    """Returns the length of the next wait, in seconds. A wait is at most PROBE_S long. After a wait
-    without a result, the caller checks Ray's own processes, because Ray does not report their
-    death."""
+    """Returns the length of the next wait, in seconds. A wait is at most PROBE_S long. If a wait
+    ends without a result, the caller checks whether Ray's own processes are alive, because Ray does
+    not report their death."""
     return min(max(until - time.monotonic(), 0.0), PROBE_S)
 
 
@@ -465,7 +467,7 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
 
 
 def cluster_nodes(resource: str) -> list[Node]:
-    """Returns all nodes that the cluster knows, including lost nodes. Each Node contains the
+    """Returns all nodes in the cluster's records, including lost nodes. Each Node contains the
     numbers of the node's total and free GPUs."""
     free = available_resources_per_node()
     return [
@@ -481,7 +483,7 @@ def cluster_nodes(resource: str) -> list[Node]:
 
 
 def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
-    """Starts one actor on every live node. The actors take no resources and host no workers.
+    """Starts one actor on every live node. The actors reserve no resources and host no workers.
     Returns the nodes' addresses, and the actors."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     spots = [
@@ -555,7 +557,7 @@ class Reservation:
 
     def part(self, number: int) -> dict[str, Any]:
         """Returns Ray's options for the actor that hosts a replica's part on one node. An actor on
-        shared GPUs takes no resources, because the ranks have already taken the GPUs."""
+        shared GPUs reserves no resources, because the ranks have already reserved the GPUs."""
         if self.plan.demand.shared:
             return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
         return {

@@ -37,11 +37,12 @@ def ended(node: Any) -> str | None:
 
 
 def half_started(error: BaseException) -> Any:
-    """Returns Ray's record of the processes that a failed start left behind, or None if the start
-    left no processes.
+    """Returns Ray's record of the processes that a failed start of Ray left behind, or None if
+    there are no such processes.
 
-    Ray leaves the processes of a failed start running until this Python process ends. Ray's record
-    of the processes can be reached only through the frames in the traceback of the start's error.
+    If Ray fails to start, the processes that Ray has already started run until this Python process
+    ends. Only the frames in the traceback of `error` give access to Ray's record of these
+    processes.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
@@ -51,8 +52,8 @@ def half_started(error: BaseException) -> Any:
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager around a shutdown of Ray. If an essential Ray process ended before the
-    shutdown, Ray does not end its workers. After such a shutdown, the context manager kills all
-    workers that are still alive after LEFT_S seconds."""
+    shutdown, Ray does not end its workers. The context manager kills workers that Ray does not end,
+    if they are still alive LEFT_S seconds after the shutdown."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -72,8 +73,8 @@ def nothing_left(node: Any) -> Iterator[None]:
 
 
 def undo(half: Any) -> None:
-    """Ends the processes of a failed start of Ray. `half` is Ray's record of the processes, as
-    `half_started` returns it."""
+    """Ends the processes that a failed start of Ray left behind. `half` is Ray's record of the
+    processes, as `half_started` returns it."""
     if half is not None:
         with nothing_left(half):
             half.kill_all_processes(check_alive=False, wait=True)
@@ -120,10 +121,10 @@ def _agent_of(process: psutil.Process) -> int | None:
 def own_group() -> Iterator[None]:
     """Context manager in which new processes are started in a separate process group.
 
-    A shell or `timeout` signals a whole process group. A signal would immediately end Ray's
-    processes, and with them the ranks, which must first save the last step. A process that leads
-    its session cannot change its group. If this process leads its session, new processes therefore
-    stay in this process's group.
+    A shell or the command `timeout` sends a signal to a whole process group. A signal to Ray's
+    processes would immediately end them and the ranks, but the ranks must first save the last step.
+    A process that leads its session cannot change its group. If this process leads its session, new
+    processes therefore stay in this process's group.
     """
     mine = os.getpgrp()
     # keeps the new process group alive

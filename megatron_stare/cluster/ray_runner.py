@@ -71,8 +71,8 @@ def hosted_engine(
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes one part of a replica, on any of the replica's nodes except the first node. Runs inside
-    an actor."""
+    """Makes a replica's part on a node other than the replica's first node. Runs inside an
+    actor."""
     return make_part(config, number, node, server_address(config))
 
 
@@ -236,9 +236,9 @@ class RayRunner:
         return pool
 
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
-        """Starts actors in three groups: first for the ranks, then for each replica's first node,
-        and last for each replica's other nodes. Checks that the actors are on the planned nodes and
-        GPUs."""
+        """Starts three groups of actors in this order: actors for the ranks, actors for the
+        replicas' first nodes, and actors for the replicas' other nodes. Checks that the actors are
+        on the planned nodes and GPUs."""
         settings = shared_environment(config)
         reserved, nodes = self._reserved, replica_nodes(config)
         parts = range(replica_count(config) * nodes)

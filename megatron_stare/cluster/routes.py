@@ -50,8 +50,7 @@ class Tried:
 
 
 class Hosts(Protocol):
-    """Processes that run the connection and folder tests before they host workers; see
-    RayWorkers."""
+    """Processes that test connections and the folder before they host workers; see RayWorkers."""
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
         """Starts a call on each process."""
@@ -104,7 +103,7 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
 
 def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
     """Makes the first rank write a file to the folder. Then makes every rank and every server
-    process check whether the process sees the file.
+    process check that it can see this file.
 
     Raises:
         ConfigError: the first rank cannot write to the folder, or another process does not see the

@@ -33,7 +33,7 @@ from megatron_stare.weights.sync.target import SyncTarget, WeightStream
 
 
 def plan_rules(run: ResolvedRun) -> PlanRules:
-    """Returns the rules for the run's micro-batch plans."""
+    """Returns the rules by which the run's micro-batches are planned."""
     config, parallel = run.config, run.config.parallel
     return PlanRules(
         data_parallel=parallel.data,
@@ -55,7 +55,7 @@ class StateProof:
         order, nats.
     `sums`: maps the name of each whole tensor to the sum of its absolute values and the sum of its
         squares.
-    `counts`: maps the name of each step counter to its count.
+    `counts`: maps the name of each step counter to the counter's value.
     """
 
     log_probs: Mapping[str, Sequence[float]]
@@ -76,7 +76,7 @@ class TrainerGroup:
         self._layouts: tuple[BucketLayout, ...] | None = None
 
     def notes(self) -> list[str]:
-        """Returns notes on decisions that the trainer made at its start, one line each."""
+        """Returns notes on decisions that the trainer made when it started, one line each."""
         return self._workers.wait([self._workers.start_on(0, "notes")])[0]
 
     def compute_log_probs(self, batch: RolloutBatch) -> None:
@@ -148,8 +148,8 @@ class TrainerGroup:
         return found
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the per-token numbers that the last batch's updates computed for the watched
-        samples. A rank may contribute no part, one part or several parts."""
+        """Returns the per-token numbers that the last batch's updates computed for the samples in
+        `watched` (see `update`). The list contains any number of entries from each rank."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
@@ -334,13 +334,14 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns a rank's reports to the engines as a list. The list holds either one report for all
-    engines or one report for each engine."""
+    """Returns a rank's result of sending weights as a list. The list contains either one result for
+    all engines or one result for each engine."""
     return told if isinstance(told, list) else [told]
 
 
 def _reported(results: Sequence[Any]) -> Any:
-    """Returns the only result that is not None. One rank reports for all ranks."""
+    """Returns the only result that is not None. Only one rank returns a result, which stands for
+    all ranks."""
     (result,) = (each for each in results if each is not None)
     return result
 
@@ -358,7 +359,7 @@ class Runner(Protocol):
 
     def engines_beside(self, config: Config) -> EnginePool:
         """Starts additional engines with this configuration. The additional engines use no GPUs of
-        the cluster, and end when the runner is closed.
+        the cluster, and are ended when the runner is closed.
 
         Raises:
             UserError: an engine does not start.
@@ -391,14 +392,14 @@ class TrainerWeights(WeightStream):
         self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """See WeightStream. Makes all ranks start to prepare the send. The ranks already gather
-        their first bucket, unless the engines share the trainer's devices."""
+        """See WeightStream. Makes all ranks start to prepare the sending of weights. If the engines
+        do not share the trainer's devices, the ranks also gather their first bucket."""
         self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. All ranks prepare their send at the same time. If the target allows
-        only one sender at a time, the pipeline stages send one after another, and then the owners
-        of experts send one after another."""
+        """See WeightStream. All ranks prepare to send at the same time. If the target allows only
+        one sender at a time, the pipeline stages send one after another, followed by the owners of
+        experts, also one after another."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None

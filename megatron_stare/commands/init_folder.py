@@ -286,8 +286,8 @@ def _write_sums(folder: Path) -> None:
 
 
 def _told(data: str, columns: Columns, model: _Model | None) -> list[str]:
-    """Returns messages about the rows that the command read and the settings that the command
-    chose."""
+    """Returns messages about the rows that the command has read, and about the settings that it has
+    chosen."""
     first = columns.records[0]
     turns = f"{len(first.messages)} messages" if first.messages else "text"
     verifier = _verifier(columns, model is None)

@@ -45,12 +45,12 @@ class Status:
 
     `state`, `host`, `beat_age_s`: see liveness.Liveness.
     `pid`: process id of the driver on `host`.
-    `process`: the state of the driver's process when the run's watcher last looked, such as
+    `process`: the newest state of the driver's process that the run's watcher saw, such as
         "running" or "stopped".
     `phase`, `phase_s`: the phase of the driver, and the seconds since the phase began.
     `limit_s`: seconds within which the phase must make progress.
-    `done`, `total`: the number of responses that the phase has finished, and the number that the
-        phase must finish.
+    `done`, `total`: the number of finished responses of the phase, and the number of responses that
+        the phase must finish.
     `step`, `steps`: finished and planned steps.
     `steps_per_h`, `tokens_per_s`, `samples_per_s`: mean rates of the newest steps, not counting the
         time of evaluations and checkpoints. The rates count only tokens and samples that were
@@ -61,8 +61,8 @@ class Status:
     `starts`: number of starts and resumes.
     `resumed_after`, `started`: the step from which the latest start continued, and the date of the
         latest start.
-    `restarts`, `restart`: number of automatic restarts after a process was lost, and reason of the
-        latest restart.
+    `restarts`, `restart`: number of automatic restarts after the loss of a process, and the reason
+        for the latest restart.
     `alerts`: alerts that are active after the newest step.
     `black_box`: the folder of the newest black-box bundle, or "" if there is no bundle.
     `again`: the command that resumes the run, or "" if the run is running or finished.
@@ -217,8 +217,8 @@ def _evaluations(run: RunRecord) -> list[Evaluation]:
 
 
 def _alerts(run: RunRecord) -> list[Alert]:
-    """Returns the active alerts. Repeats the checks on the stored metrics, since a run does not
-    store its alerts."""
+    """Returns the active alerts. Computes the alerts again from the stored metrics, because a run
+    does not store its alerts."""
     watch = Watch(str(run.setting("model.dtype") or "float32"), sampled=not run.supervised)
     for row in run.metrics:
         metrics: dict[str, Any] = {key: value for key, value in row.items() if key != "step"}

@@ -1,4 +1,4 @@
-"""Defines the section `algorithm`, which holds a method's name and the settings of this method.
+"""Defines the section `algorithm`, which contains a method's name and the settings of this method.
 
 Each field of a method's class is a setting of the method. Users can write their own method classes.
 Method classes import torch, so reading the section `algorithm` imports torch. Importing this file
@@ -127,7 +127,7 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """Returns a list of one dataclass if the type of the field `key` allows exactly one dataclass.
+    """Returns a list that contains the only dataclass that the type of the field `key` allows.
     Returns [] if the type allows no dataclass or several dataclasses."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
@@ -144,7 +144,7 @@ def _options(settings_class: type, key: str) -> list[type]:
 def _refusal(
     error: ConfigError, loc: tuple[str, ...], value: Any, kind: str = "refused"
 ) -> ValidationError:
-    """Wraps a ConfigError so that pydantic reports the error together with the errors of other
+    """Wraps a ConfigError, so that pydantic can report this error together with errors in other
     sections. `config_error` unwraps the error."""
     told = PydanticCustomError(kind, "{what}", {"what": error.what, "error": error})
     return ValidationError.from_exception_data(

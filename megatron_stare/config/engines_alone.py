@@ -16,9 +16,9 @@ OF_SERVERS = ("sglang",)
 
 
 def engines_alone(config: Config, folder: str | None = None) -> Config:
-    """Returns a configuration without colocation and without routing replay, since both need a
-    trainer. If `config` colocates servers and syncs weights by `tensor`, the returned configuration
-    syncs weights by `disk`, because `tensor` reaches only servers on the sender's own GPU.
+    """Returns a copy of the configuration without colocation and routing replay, which need a
+    trainer. The weight sync `tensor` of colocated servers is replaced by `disk`, because `tensor`
+    reaches only servers on the sender's own GPU.
 
     Args:
         folder: Hugging Face folder that replaces model.path, so that tokenizer and stop tokens

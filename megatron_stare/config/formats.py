@@ -1,10 +1,10 @@
 """Upgrades older formats of a run's config.yaml, and of the run_state.json in each checkpoint.
 
-Both files store their format number under the key "format". FORMAT is the current format number. A
-file without a format number has format 1. When a file of an older release is read, its content is
-upgraded one format at a time. Reading does not change the file on disk. Only a resumed run writes
-the upgraded content. An incompatible change of config.yaml or run_state.json needs one more entry
-in UPGRADES and no other code.
+config.yaml and run_state.json store their format number under the key "format". FORMAT is the
+current format number. A file without a format number has format 1. When a file of an older release
+is read, its content is upgraded one format at a time. Reading does not change the file on disk.
+Only a resumed run writes the upgraded content. An incompatible change of config.yaml or
+run_state.json needs one more entry in UPGRADES and no other code.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _cache_of_the_device(config: Tree) -> Tree:
 
 def _address_that_is_used(config: Tree) -> Tree:
     """Removes sglang.host if the engine has no servers and the value is the former default, which
-    applied up to format 6. The default of sglang.host is now null. Without this removal, the former
-    default would be rejected as a server setting of an engine without servers. If the engine has
-    servers, the run keeps its recorded address."""
+    applied up to format 6. The default of sglang.host is now null. The former default of
+    sglang.host must be removed, because an engine without servers must not have server settings. If
+    the engine has servers, the run keeps its recorded address."""
     if _has_servers(config):
         return config
     return _without_server_setting(config, "host", FORMER_HOST)
@@ -91,9 +91,9 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 
 def with_new_names(config: Tree) -> Tree:
-    """Renames the sections in RENAMED, and moves each setting of the former section `services` to
-    the sink that now has the setting. Adds a new section only if the configuration has the former
-    section."""
+    """Renames the sections in RENAMED, and moves the settings of the former section `services` to
+    the sinks that have these settings now. If the configuration lacks a former section, adds no
+    section in its place."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -110,7 +110,7 @@ def with_new_names(config: Tree) -> Tree:
 
 
 def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
-    """Returns the entry of a sink in observability.sinks. The entry contains the settings in
+    """Returns a sink's entry for the list observability.sinks. The entry contains the settings in
     `services` that belong to this sink and differ from their defaults."""
     settings = {
         setting: services[former]

@@ -3,8 +3,8 @@ the lowest layers. The configuration file itself is the next layer, and the over
 line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-There is one exception. If a layer names another method or extension than the layers beneath, the
-settings of the method or extension beneath are discarded.
+There is one exception. If a layer names a different method or extension than the lower layers, the
+lower layers' settings of their method or extension are discarded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMED = ("algorithm", "data.source", "rollout.engine", "rollout.environment", "r
 class Layer:
     """Settings of one file.
 
-    `source`: the file's name in error messages.
+    `source`: the file's name, for error messages.
     `tree`: the file's sections.
     """
 
@@ -57,10 +57,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Override:
-    """One override `key.sub=value` of the command line. `source` is the text of the override.
+    """One override of a setting, such as `key.sub=value` on the command line. `source` is the text
+    of the override.
 
-    `value`: the value, if a program made the override. If the override comes from the command line,
-        the value is read from `source`.
+    `value`: the new value, if a program created the override. If the override comes from the
+        command line, the value is read from `source`.
     """
 
     source: str
@@ -81,9 +82,9 @@ class Override:
 def read_layers(path: str | Path) -> list[Layer]:
     """Returns the layers of a file, lowest first and the file itself last.
 
-    If a layer is named twice, only its first position counts. For example, a base file that two
-    layers name is applied only once, beneath both layers. The base file therefore cannot undo the
-    changes that one of the two layers makes.
+    A layer that is listed several times is applied only once, at its first position. For example,
+    if two layers list the same base file, the base file is applied once, beneath both layers. The
+    base file therefore cannot undo changes that one of the two layers makes.
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, or includes itself. The message

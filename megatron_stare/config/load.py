@@ -109,8 +109,8 @@ def former_names(path: str | Path) -> list[str]:
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:
-    """Validates a tree of sections. Raises ConfigError for one fault, with `source` as the place of
-    the fault."""
+    """Validates a tree of sections. If there are faults, raises a ConfigError that describes one
+    fault and gives `source` as the fault's place."""
     return _validated([Layer(source, tree)])
 
 
@@ -216,9 +216,9 @@ _ELSEWHERE = {
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Returns the dotted names of the settings that a user may have meant by `name`. If `name` is a
-    setting of another training library, returns the corresponding setting of this project.
-    Otherwise returns the settings called `name` in all sections."""
+    """Returns the dotted names of the settings that a user probably meant by the unknown name
+    `name`. If `name` is a setting of another training library, returns the corresponding setting of
+    this project. Otherwise returns the settings called `name` in all sections."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
     return _having(name, Config)

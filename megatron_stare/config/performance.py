@@ -1,8 +1,8 @@
-"""Lists the settings of the section `performance`, one row per setting. These settings save time or
-memory and change results only in the last bits.
+"""Lists the settings of the section `performance`, one row per setting. The settings of
+`performance` save time or memory, and change results only in the last bits.
 
-A row contains the values that the setting gives to Megatron's fields, the setting's requirements,
-its tests, and its check in scripts/gpu_check.sh. If a setting is null, `chosen` decides whether the
+A row contains the setting's requirements, tests and check in scripts/gpu_check.sh, and the values
+that Megatron's fields get from the setting. If a setting is null, `chosen` decides whether the
 setting is on. On a GPU, a setting at null is on if the setting is tested, and if the device and the
 run meet the setting's requirements. A setting counts as tested if tests cover it (`covered`), or if
 the committed result of its check is good (`proven`). The file tests/test_performance.py compares
@@ -285,9 +285,10 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
     """Tells whether training reuses the forward of the log-prob pass instead of computing a second
     forward.
 
-    The log-prob pass must have one micro-batch per rank, because backward needs the activations of
-    the micro-batch. The step must make only one update, because later updates would need a forward
-    with the changed weights. Pipeline stages and replayed routing need a forward in each pass.
+    Reuse requires one micro-batch per rank in the log-prob pass, because backward needs the
+    activations of the micro-batch. Reuse requires a step with only one update, because later
+    updates would need a forward with the changed weights. Pipeline stages and replayed routing
+    prevent reuse, because they need a forward in each pass.
 
     Args:
         micro_batches: the number of micro-batches of a rank in the log-prob pass.
@@ -406,9 +407,9 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 
 def hints(config: Config) -> list[str]:
-    """Returns lines for --dry-run. There is one line for each setting that is off on this process's
-    device, with the reason and the way to turn the setting on. There is also one line for each
-    setting that is not offered, with the reason."""
+    """Returns lines for --dry-run. For each setting that is off on this process's device, one line
+    gives the reason and says how to turn the setting on. For each setting that is not offered, one
+    line gives the reason."""
     lines = [
         f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
         for name, reason in reasons(config).items()

@@ -3,8 +3,8 @@ values for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. If one of these two variables is not set, an SGLang server sets the variable
-to 0 before the server's first collective. A server that has a flag in AGREED always sets the
-variables of this flag to 1.
+to 0 before the server's first collective. A server that is started with one of the flags in AGREED
+always sets the variables of this flag to 1.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """Returns the ports of one owner, or None if no port range is set. Owner number 0 is the group
-    of all trainer ranks. For n > 0, owner number n is replica process n - 1. A replica has one
+    """Returns the ports that owner `number` may use, or None if no port range is set. Owner 0 is
+    the group of all trainer ranks. For n > 0, owner n is replica process n - 1. A replica has one
     process per node."""
     return config.runtime.port_share(number, processes + 1)

@@ -105,7 +105,7 @@ def recipe_named(path: str | Path) -> str | None:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """Returns all recipes by name, in the index's order."""
+    """Returns all recipes by name, in the order of the recipe index."""
     index, found = _index(), {}
     for name, row in index["recipes"].items():
         found[name] = Recipe(

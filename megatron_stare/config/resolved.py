@@ -1,5 +1,5 @@
-"""Resolves the model shape and the method of a run's configuration. The result is made once and
-passed to all parts of the run."""
+"""Resolves the model shape and the method of a run's configuration. A ResolvedRun is created once
+and passed to all parts of the run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ResolvedRun:
 
 
 def resolve_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Reads the shape of the configuration's model. `resolve_run` checks nothing else;
-    preflight.check checks the configuration.
+    """Reads the shape of the configuration's model. `resolve_run` does not check the configuration;
+    preflight.check does.
 
     Args:
         published: if true and the model is absent, a shape that ships with the package may replace

@@ -182,8 +182,8 @@ class RolloutConfig(Section):
 
 
 class PartialConfig(Section):
-    """Partial rollouts. A step cuts long responses, and a later step continues these responses; see
-    docs/asynchrony.md."""
+    """Partial rollouts. Long responses are interrupted at the end of a step and continued in a
+    later step; see docs/asynchrony.md."""
 
     tokens: int | None = Field(
         None,
@@ -335,11 +335,11 @@ class SGLangConfig(Section):
 
 
 class AgreementConfig(Section):
-    """Limits, in nats, for how much the log-probs of sampled tokens may differ between the engines
-    and the trainer. The limits apply if the engines or the trainer compute in 16 bits. A difference
-    above its limit stops the run. A limit at null takes its default value, which
-    docs/diagnostics.md explains. If engines and trainer compute in float32, the only limit is
-    sglang.agreement_limit, which bounds the largest difference."""
+    """Limits, in nats, on the difference between the engines' and the trainer's log-probs of
+    sampled tokens. The limits apply if the engines or the trainer compute in 16 bits. A difference
+    above a limit stops the run. A limit at null takes its default value, which docs/diagnostics.md
+    explains. If engines and trainer compute in float32, the only limit is sglang.agreement_limit,
+    which bounds the largest difference."""
 
     mean: float | None = Field(
         None, gt=0, description="largest mean; null: 0.025 in bfloat16, 0.003 in float16"

@@ -279,9 +279,9 @@ class RuntimeConfig(Section):
         return value
 
     def port_share(self, number: int, shares: int) -> range | None:
-        """Divides the port range into `shares` disjoint sets and returns set `number`. Returns None
-        if no range is set. If two processes on one node use different sets, they cannot take the
-        same port.
+        """Divides the port range into `shares` disjoint sets, and returns the set with index
+        `number`. Returns None if no range is set. If two processes on one node use different sets,
+        they cannot take the same port.
 
         Raises:
             ValueError: the range has fewer than `shares` ports.
@@ -357,7 +357,7 @@ class Config(Section):
     @property
     def expected_lengths(self) -> tuple[float, float]:
         """Expected mean numbers of tokens in a prompt and in a response. The section `plan` can set
-        these numbers. Without such a setting, the numbers follow from the token limits in the
+        these numbers. Numbers that `plan` does not set are computed from the token limits in the
         section `rollout`."""
         rollout, plan = self.rollout, self.plan
         return (

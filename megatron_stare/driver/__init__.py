@@ -1,2 +1,3 @@
-"""The driver of a run. The driver opens or resumes the run and owns the workers and files. The
-driver trains step by step, and guards, saves and evaluates the run."""
+"""The driver of a run. The driver starts or resumes the run, and owns the run's workers and files.
+The driver trains step by step, checks each step with guards, saves checkpoints, and evaluates the
+policy."""

@@ -114,8 +114,9 @@ class AgreementWatch:
         """Returns the agreement metrics of the rollout batch and of the newest comparison on the
         canary.
 
-        The limits do not apply to a batch in which older weights sampled some of the tokens. In a
-        step with tokens of older weights, only the canary is compared with the limits.
+        If a batch contains tokens that were sampled with older weights, the limits do not apply to
+        this batch. For a batch with tokens of older weights, only the canary's log-prob differences
+        are compared with the limits.
 
         Raises:
             AgreementError: the log-probs differ by more than a limit, or the difference keeps
@@ -203,7 +204,7 @@ def canary_sequences(
 
 def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
     """Returns the token ids of a line, without special tokens. Returns [] if encoding and decoding
-    loses a character of the line, or if a token id is not below `vocab_size`."""
+    the line changes more than white space, or if a token id is not below `vocab_size`."""
     ids = tokenizer(line, add_special_tokens=False).input_ids
     text = tokenizer.decode(ids)
     # compared without white space: some tokenizers put spaces between tokens

@@ -1,19 +1,19 @@
 """The self-test of a resume. The self-test proves that the state loaded from a checkpoint equals
 the state that was saved.
 
-The canary is a few token sequences of the last trained batch. A checkpoint stores the canary and
-the canary's log-probs under the saved weights. If the reference policy was refreshed, the
-checkpoint also stores the canary's log-probs under the reference policy. For each weight tensor and
-each tensor of the optimizer state, the checkpoint stores two sums. After loading the checkpoint,
-the ranks compute the log-probs and the sums again, and the driver compares them with the stored
-numbers.
+The canary consists of a few token sequences from the last trained batch. A checkpoint stores the
+canary and the canary's log-probs under the saved weights. If the reference policy was refreshed,
+the checkpoint also stores the canary's log-probs under the reference policy. For each weight tensor
+and each tensor of the optimizer state, the checkpoint stores two sums. After loading the
+checkpoint, the ranks compute the log-probs and the sums again, and the driver compares them with
+the stored numbers.
 
-If the layout, the number of threads, the kind of device, the libraries and the code of this package
-are unchanged, the log-probs must be bit-identical. A change of layout, threads, device, libraries
-or code may change the order in which numbers are summed, and torch.compile may change this order
-too. In float32, a different summation order may change a log-prob by at most LARGEST. In 16 bits,
-the mean change of the log-probs may reach the bound that also limits the mean difference between
-engine and trainer (rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
+The log-probs must be bit-identical if layout, number of threads, kind of device, libraries and this
+package's code are unchanged. A change of layout, threads, device, libraries or code may change the
+order in which numbers are summed, and torch.compile may change this order too. In float32, a
+different summation order may change a log-prob by at most LARGEST. In 16 bits, the mean change of
+the log-probs must stay within the bound on the mean difference between engine and trainer
+(rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
 
 Shape legend: N is the number of response positions of the canary.
 """
@@ -61,8 +61,8 @@ class SelfTest:
 
     @classmethod
     def make(cls, ranks: TrainerGroup, config: Config, batch: RolloutBatch) -> SelfTest:
-        """Makes the self-test of the state that the ranks hold. `batch` is the last batch that the
-        ranks trained on."""
+        """Creates a self-test of the ranks' current state. `batch` is the last batch that the ranks
+        trained on."""
         sequences = canary_of(batch)
         return cls(layout_of(ranks, config), sequences, ranks.prove(canary_batch(sequences)))
 
@@ -88,7 +88,7 @@ class SelfTest:
             ) from error
 
     def check(self, ranks: TrainerGroup, config: Config, where: str) -> None:
-        """Computes the numbers of the proof again and compares them with the saved numbers.
+        """Computes the numbers in `proof` again and compares them with the saved numbers.
 
         Raises:
             DataError: a value differs from the saved value. The message names the value.

@@ -129,8 +129,8 @@ class Checkpoints:
                     self.finish()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the time that training waited for saves since the last call, and resets this
-        time. See METRICS."""
+        """Returns how long training has waited for saves since the last call, and resets this time.
+        See METRICS."""
         waited, self._waited_s = self._waited_s, 0.0
         return {"perf/save_s": waited}
 
@@ -178,9 +178,9 @@ class Checkpoints:
 
 
 def first_step_asked(checkpoint: Path) -> int:
-    """Returns the earliest step with recorded tool calls that a resume from the checkpoint may
-    need. This step is the checkpoint's own step, or the earlier step in which the oldest response
-    in flight began. Raises DataError if the checkpoint's state cannot be read."""
+    """Returns the earliest step whose recorded tool calls may be needed when the run resumes from
+    the checkpoint. The returned step is the checkpoint's own step, or the earlier step in which the
+    oldest response in flight began. Raises DataError if the checkpoint's state cannot be read."""
     kept = from_bytes(RunState.read(checkpoint).kept)
     begun = [response.step for group in kept for response in group]
     return min([step_of(checkpoint), *begun])

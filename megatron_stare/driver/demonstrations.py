@@ -62,8 +62,8 @@ def _trajectory(prompt: Prompt) -> Trajectory:
 
 
 class Demonstrations(RolloutSource):
-    """Supplies batches of demonstrations. Published weights are not sent anywhere, because no
-    engine samples responses.
+    """Supplies batches of demonstrations. New weights are not sent anywhere, because no engine
+    samples responses.
 
     Args:
         queue: queue of demonstrations, in the order of the run.
@@ -90,7 +90,7 @@ class Demonstrations(RolloutSource):
             return self._judge(batch_of(self._queue.take(self._rows), step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Reports that step `version` is done, and ignores the weights."""
+        """Calls `published` with the finished step `version`, and ignores the weights."""
         self._published(version)
 
     def state(self) -> dict[str, int]:
@@ -118,7 +118,7 @@ class HeldOutLoss(Part):
         self._batch, self._ranks, self._state, self._phase = batch_of(prompts), ranks, state, phase
 
     def before_steps(self, note: Callable[[str], None]) -> None:
-        """Notes the loss before training. Does nothing if the run has already trained a step."""
+        """Notes the loss before training. Does nothing if the run has already finished a step."""
         if self._state.step == 0:
             note(f"held-out loss before training: {self.loss():.4f} nats a token")
 

@@ -27,7 +27,8 @@ from megatron_stare.tasks.task import Evaluation
 
 
 class Kept(Protocol):
-    """Responses of one task, stored outside of this process; see evaluation/response_file.py."""
+    """Responses of one task that are stored outside of this process; see
+    commands/evaluate/evaluation_folder.py."""
 
     def known(self, greedy: bool) -> Mapping[tuple[int, int], Response]: ...
 
@@ -65,7 +66,7 @@ class Evaluator:
         progress: Progress = lambda *_: None,
         kept: Kept | None = None,
     ) -> Evaluated:
-        """Evaluates one task with the weights that the engines hold.
+        """Evaluates one task with the current weights of the engines.
 
         Args:
             step: number of training steps that produced the weights.
@@ -108,8 +109,8 @@ class Evaluator:
         greedy: bool,
     ) -> list[Response]:
         """Returns `count` verified responses per prompt, ordered by prompt and sample index.
-        Samples only the responses that `kept` lacks. If the verifier judges whole groups and `kept`
-        lacks a response to a prompt, samples all responses to this prompt again."""
+        Samples only the responses that `kept` lacks. If the verifier needs all responses to a
+        prompt at once and `kept` lacks one of them, samples all responses to this prompt again."""
         known = dict(kept.known(greedy)) if kept is not None else {}
         wanted = [(prompt, index) for prompt in prompts for index in range(count)]
         missing = [
@@ -142,8 +143,8 @@ class Evaluator:
     def rollouts(
         self, verifier: Extension, environment: Environment, calls: CallJournal | None = None
     ) -> Rollouts:
-        """Returns a `Rollouts` object, which samples responses in `environment` and calls
-        `verifier` to judge the responses.
+        """Returns a `Rollouts` object, which samples responses in `environment` and verifies them
+        with `verifier`.
 
         Args:
             calls: journal of the environment's calls; None: a journal in memory only.
@@ -155,8 +156,8 @@ class Evaluator:
         )
 
     def _right(self, verifier: Extension, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """See evaluation.response.Judged. If the verifier cannot parse the reference answer of a
-        pair, the result for the pair is False."""
+        """See evaluation.response.Judged. If a pair's reference answer cannot be parsed by the
+        verifier, the result for this pair is False."""
         return [
             (verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)
         ]

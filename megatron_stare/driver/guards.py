@@ -1,4 +1,4 @@
-"""Guards a run. The guards judge every step by rules, and can end the run or roll it back. The
+"""Guards a run. The guards check every step against rules, and can end the run or roll it back. The
 batches of bad steps are stored.
 
 The module observability/metrics/rules.py defines the rules, and the section `faults.guards` sets
@@ -91,7 +91,8 @@ EVENT = "event.json"
 
 @dataclass(frozen=True)
 class Fired:
-    """A guard that fired at a step because its metric was out of bounds, and the guard's action.
+    """A guard that fired because the guard's metric was out of bounds in a step, and the guard's
+    action.
 
     `text`: describes the measured values.
     """
@@ -125,8 +126,8 @@ class Guards:
         self.fired: list[Fired] = []  # of the last step
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Restores the values with which later steps are compared. `rows` contains the metrics of
-        one earlier step per entry, oldest first."""
+        """Restores the metrics of earlier steps, with which the guards compare later steps. `rows`
+        contains the metrics of one earlier step per entry, oldest first."""
         for row in rows:
             self._judge.remember(row)
 
@@ -251,8 +252,8 @@ class GuardedResponse:
 
 @dataclass(frozen=True)
 class GuardedBatch:
-    """The batch of a bad step. A step is bad if it ended the run, rolled back the run, or had a
-    non-finite update.
+    """The batch of a bad step. A step is bad if a guard ended or rolled back the run after this
+    step, or if an update of the step was non-finite.
 
     `ranks`: one record for every rank that found non-finite values. Each record names the
         non-finite values of its rank.
@@ -303,7 +304,7 @@ def write_guarded(
 
 
 def origin(ranks: Sequence[NotFinite]) -> str:
-    """Describes where a non-finite value appeared first: on which rank and in which parameter or
+    """Describes where a non-finite value first appeared: on which rank, and in which parameter or
     samples. Returns "" if all values are finite.
 
     A non-finite value spreads from the weights to the log-probs, advantages and loss of samples,

@@ -1,5 +1,5 @@
-"""Keeps the directory of a run locked across sessions. After the recoverable loss of a worker or an
-engine, reopens the run from its newest checkpoint.
+"""Keeps the directory of a run locked across sessions. If a worker or an engine is lost and the run
+can recover, reopens the run from its newest checkpoint.
 
 `train.py` uses this module. Only `_open_again` decides whether another session follows a failed
 session.
@@ -99,15 +99,15 @@ class HeldRun:
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """Records that a session is fully open. The session has renamed the checkpoints of all
-        steps after `from_step`, so `opened` clears `from_step`. The next session then resumes from
-        the newest checkpoint."""
+        """Records that a session has started completely. The session has renamed the checkpoints of
+        all steps after `from_step`, so `opened` clears `from_step`. After `from_step` is cleared,
+        the next session resumes from the newest checkpoint."""
         self._came_up, self.from_step = True, None
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """Returns the rule by which the next session waits for lost nodes. Returns None if the next
-        session does not follow the loss of a process."""
+        """Returns the rule by which the next session waits for lost nodes. Returns None if no
+        process was lost before the next session."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -118,8 +118,8 @@ class HeldRun:
 
     def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
         """Runs one session after another until a session finishes, and returns the result of this
-        session. Reopens the run after a rollback, and after a recoverable loss of a worker or an
-        engine.
+        session. Reopens the run after a rollback, and also if a worker or an engine was lost and
+        the run can recover.
 
         Raises:
             Exception: the error that ended the last session.
@@ -162,9 +162,9 @@ class HeldRun:
     def _is_loss(self, error: Exception) -> bool:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
-        Before any session has been fully opened, only the death of a worker process counts as a
-        recoverable loss. Any other failure while the first session opens is more likely caused by
-        the configuration.
+        Until a session has started completely, only the death of a worker process counts as a
+        recoverable loss. Any other failure during the start of the first session is more likely
+        caused by the configuration.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)

@@ -67,8 +67,8 @@ class Inputs:
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
-        """Returns remarks about the data. A remark names a property of the data that users often do
-        not intend. Each remark is one line. Only some sources provide remarks."""
+        """Returns remarks about the data. A remark describes a property of the data that is often
+        unintended. Each remark is one line. Only some sources provide remarks."""
         batch = self.config.batch
         found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
         most: int | None = getattr(self.source, "problems", None)
@@ -159,13 +159,13 @@ class Rehearsal(NamedTuple):
 def rehearse(
     config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None
 ) -> Rehearsal:
-    """Makes all checks that a run makes before its workers start. Leaves no files and no processes
-    behind.
+    """Makes all checks that a run makes before its workers start. Leaves behind no files and no
+    processes.
 
     As in a run, the rehearsal starts every verifier in its own process and tests the verifier. The
     rehearsal does not check whether external servers answer. If the memory size of the GPUs is
-    unknown, the rehearsal does not check whether the memory suffices. The function `rehearse` does
-    not query a Ray cluster, but the function `remarks` does.
+    unknown, the rehearsal does not check whether the run fits into this memory. The function
+    `rehearse` does not query a Ray cluster, but the function `remarks` does.
 
     If the model is not on this machine but the package knows the model's shape, the rehearsal skips
     the checks that need more than the shape. `remarks` lists the skipped checks.

@@ -72,7 +72,7 @@ class Part:
     added."""
 
     def after_step(self) -> None:
-        """Runs after a step has been trained, synced and logged."""
+        """Called after a step has been trained, synced and logged."""
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the part's metrics for the step being logged."""
@@ -80,7 +80,7 @@ class Part:
 
 
 class Measured(Part):
-    """A part that only logs the metrics that a function returns."""
+    """A part that does nothing but log the metrics returned by a function."""
 
     def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
         self._metrics = metrics
@@ -107,8 +107,8 @@ class PhaseMemory(Part):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Opens a phase of the step. Memory that is used between two phases counts for the later
-        phase."""
+        """Context manager for a phase of the step. Memory use between two phases counts towards the
+        later phase."""
         with self._phase(name):
             yield
         found = self._ranks.memory_mb()
@@ -123,7 +123,7 @@ class PhaseMemory(Part):
 
 
 class GuardedSteps(Part):
-    """Ends the run or rolls it back after a step, if a guard that fired requires this. Records a
+    """Ends the run or rolls it back after a step, if a guard with this action fired. Records a
     rollback in the run directory before it raises RollBack."""
 
     def __init__(
@@ -207,12 +207,11 @@ class Saves(Part):
         return self._checkpoints.metrics()
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Finishes the pending checkpoint when the run closes.
+        """Finishes the pending checkpoint when the run ends.
 
-        Waits for the pending checkpoint after an interruption, and after an error that a guard
-        raised. If the interruption asks for a save, also saves the last step. After any other
-        error, does nothing, because the ranks may have failed. Incomplete checkpoints are removed
-        later.
+        After an interruption or an error that a guard raised, waits for the pending checkpoint. If
+        the interrupted run is to be saved, also saves the last step. After any other error, does
+        nothing, because the ranks may have failed. Incomplete checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.
@@ -299,7 +298,7 @@ class HeldOut(Part):
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[Evaluator]:
-        """Yields an evaluator whose engines hold the newest weights."""
+        """Yields an evaluator whose engines have the newest weights."""
         if self._own is None:
             with self._samples.quiet():
                 yield self._training

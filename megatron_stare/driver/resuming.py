@@ -154,10 +154,10 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """Context manager for code that opens a checkpoint. If the code raises DataError, the context
-    manager searches for the newest intact earlier checkpoint. If an intact earlier checkpoint
-    exists, the context manager raises an error that also names this checkpoint. The search does not
-    read tensors."""
+    """Context manager for code that reads a checkpoint. If the code raises DataError, the context
+    manager searches for the newest earlier checkpoint that is intact. If an intact earlier
+    checkpoint exists, the context manager raises an error that also names this checkpoint. The
+    search does not read tensors."""
     try:
         yield
     except DataError as error:

@@ -430,8 +430,8 @@ class Session:
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """Advances the run's state to step `version`, after the weights of this step were published
-        for the next rollouts."""
+        """Advances the run's state to step `version`. Called after the step's weights were made
+        available for the next rollouts."""
         self.state.step, self.state.data = version, self.rollouts.state()
         if self.groups is not None:
             self._kept = self.groups.kept()
@@ -453,8 +453,8 @@ def _say_what_was_lost(
 def make_runner(
     run: ResolvedRun, awaited: Awaited | None = None, tell: Callable[[str], None] = unsaid
 ) -> Runner:
-    """Returns the runner that the configuration names. Imports only the module of this runner, so
-    that inline runs do not need Ray.
+    """Returns the runner that the configuration selects. Imports only this runner's module, so that
+    inline runs do not need Ray.
 
     Args:
         tell: callback that receives a line of text before each slow part of the start. A slow part

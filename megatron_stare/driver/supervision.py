@@ -165,8 +165,8 @@ class _Supervisor:
         """Returns the arguments of the next driver.
 
         If the run directory exists, the driver resumes the run in this directory. After a driver
-        has fully opened the run, `--from-step` is dropped, so that a restart does not discard later
-        steps again. `--stop-after` is set to the remaining time.
+        has started the run completely, `--from-step` is dropped, so that a restart does not discard
+        later steps again. `--stop-after` is set to the remaining time.
         """
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
@@ -226,7 +226,7 @@ def _is_lost(code: int) -> bool:
     """Tells whether a driver with this return code was lost and must be restarted.
 
     A driver counts as lost if it was killed by a signal other than SIGINT and SIGTERM, or if it
-    ended with an error that is not a UserError. An abort counts as a signal.
+    ended with an error that is not a UserError. A driver that aborted counts as killed by a signal.
     """
     return -code not in ENDING if code < 0 else code == 1
 
@@ -273,7 +273,7 @@ def tell_run_dir(path: Path) -> None:
 
 
 def tell_came_up() -> None:
-    """Tells the supervisor, if there is one, that the run is fully open."""
+    """Tells the supervisor, if there is one, that the run has started completely."""
     _tell(CAME_UP)
 
 

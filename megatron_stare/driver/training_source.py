@@ -40,13 +40,13 @@ class TrainingSource(RolloutSource):
 
     def next(self, step: int) -> RolloutBatch:
         """See RolloutSource. The returned batch contains advantages. If a signal interrupts `next`,
-        the step counts as not begun."""
+        the step counts as not started."""
         with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """See RolloutSource. Skips the weight sync if the run has been asked to end, because the
-        run then samples no more responses.
+        """See RolloutSource. Skips the weight sync if a signal to end the run was received, because
+        the run then samples no more responses.
 
         Raises:
             AgreementError: the engines do not compute with the published weights.

@@ -4,14 +4,14 @@ driver's thread stops when it next polls for signals.
 `on_driver_thread` runs a command on a separate thread. The main thread only records a signal. The
 driver's thread raises KeyboardInterrupt at its next `poll`. No exception is raised between polls.
 Therefore KeyboardInterrupt is never raised in a destructor (which would swallow it), in library
-code that holds a lock, or while Ray starts. A signal also does not interrupt the shutdown of
-processes.
+code that holds a lock, or while Ray starts. Signals do not interrupt the shutdown of processes.
 
 While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
-The run can then save its last whole step. While responses are sampled, the first SIGINT or SIGTERM
-ends the run immediately. SIGUSR1 ends the run after the current step. If the run is still going
-`grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its next poll, even
-within a step. A second Ctrl-C immediately ends the process and its child processes, without saving.
+Before the run closes, it can save its last whole step. While responses are sampled, the first
+SIGINT or SIGTERM ends the run immediately. SIGUSR1 ends the run after the current step. If the run
+is still going `grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its
+next poll, even within a step. A second Ctrl-C immediately ends the process and its child processes,
+without saving.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Standing:
 
 
 class Interruption:
-    """State of a command that a signal may end. The state includes the received signal, if any, and
-    the rules for the points at which the command may end.
+    """State of a command that can be ended by a signal. The state includes the received signal, if
+    any, and the rules for the points at which the command may end.
 
     Fields without an underscore may be read from any thread. The lock protects the fields that the
     main thread and the driver's thread both change.
@@ -141,8 +141,9 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Performs the actions that are due. Returns the seconds until the main thread must call
-        `look` again. Returns None if the main thread need not call `look` before the next signal.
+        """Handles a received signal as far as possible now. Returns the number of seconds until the
+        main thread must call `look` again. Returns None if the main thread need not call `look`
+        before the next signal.
 
         Raises:
             TimeoutError: the driver's thread did not poll in time.
@@ -222,8 +223,8 @@ class Interruption:
         self._put_back.set()
 
     def open_to(self, numbers: Sequence[int]) -> None:
-        """Allows only the signals in `numbers` to raise KeyboardInterrupt while the run makes
-        steps."""
+        """While the run makes training steps, allows only the signals in `numbers` to raise
+        KeyboardInterrupt."""
         with self._lock:
             self._open_to = set(numbers)
 
@@ -267,9 +268,9 @@ def on_driver_thread(
     """Runs a command on a separate thread while the calling main thread handles SIGINT, SIGTERM and
     SIGUSR1.
 
-    If the process ignored a signal before this call, for example because of nohup or a shell's `&`,
-    the process continues to ignore the signal. If the caller is not the main thread, the command
-    runs on the caller's thread and no signal is handled.
+    If the process already ignores a signal, for example because of nohup or a shell's `&`, the
+    process continues to ignore this signal. If the caller is not the main thread, the command runs
+    on the caller's thread and no signal is handled.
 
     Args:
         body: the command, a function that returns the exit code. A signal raises KeyboardInterrupt
@@ -437,9 +438,9 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares that the run now makes training steps. After this call, a signal raises
-    KeyboardInterrupt only at a point where the last step is complete and the next step has not yet
-    changed the run's state.
+    """Declares that the run now makes training steps. After `makes_steps` was called, a signal
+    raises KeyboardInterrupt only if the last step is complete and the next step has not yet changed
+    the run's state.
 
     Args:
         grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: the run
@@ -473,8 +474,8 @@ def uninterrupted() -> Iterator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Returns True if a signal was received. A caller can then skip work that only a further step
-    needs."""
+    """Returns True if a signal was received. If `is_asked_to_end` returns True, the caller can skip
+    work that only a further step needs."""
     return _current.number is not None
 
 
@@ -486,7 +487,8 @@ def is_to_be_saved() -> bool:
 
 
 def seconds_left() -> float | None:
-    """Returns the seconds left for work before the run closes, or None if there is no limit."""
+    """Returns the number of seconds that remain before the run must close, or None if there is no
+    limit."""
     return None if _current.deadline is None else max(_current.deadline - time.monotonic(), 0.1)
 
 
@@ -502,15 +504,15 @@ def stopped_at(standing: Standing) -> None:
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Sets the function that returns how far the run got. The main thread calls `ask` if the
+    """Sets `ask`, the function that returns how far the run got. The main thread calls `ask` if the
     process ends at once, for example after a second Ctrl-C."""
     _current.stands = ask
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Creates a temporary folder. The folder is removed even if the process ends at once after a
-    second Ctrl-C."""
+    """Creates a temporary folder. The temporary folder is removed even if a second Ctrl-C ends the
+    process immediately."""
     with tempfile.TemporaryDirectory() as name:
         _current.folders.append(Path(name))
         yield Path(name)
@@ -525,7 +527,7 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs a coroutine until it ends, like asyncio.run, and leaves no task behind. Signals have the
+    """Like asyncio.run, runs a coroutine until it ends, and leaves no task behind. Signals have the
     same effect as in `run_on`."""
     loop = asyncio.new_event_loop()
     try:

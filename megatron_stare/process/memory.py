@@ -11,8 +11,8 @@ and transformers alone create a few hundred thousand objects. A rank that collec
 all other ranks.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
-the memory. By default glibc returns freed memory to the kernel. The kernel then zeroes every page
-at the next allocation. Zeroing the pages takes a tenth of a small model's step time.
+the memory. By default glibc returns freed memory to the kernel. At the next allocation, the kernel
+must zero every returned page. Zeroing the pages takes a tenth of a small model's step time.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 class SharedMappings:
     """Shared memory mappings of this process (proc_pid_maps(5)) at the time when the object is
-    made. A forked child shares these mappings with its parent, but gets its own copy of every other
-    page that is written to."""
+    created. A forked child shares these mappings with its parent, but gets its own copy of every
+    other page that is written to."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps") as lines:

@@ -45,8 +45,8 @@ def interface_of(address: str) -> str | None:
 
 
 def require_own_address(host: str, where: str) -> None:
-    """Raises ConfigError if this machine does not have the address `host`. The error names the
-    setting `where`."""
+    """Raises ConfigError if this machine does not have the address `host`. `where` is the setting
+    that the error message names."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -82,8 +82,8 @@ def free_port(host: str, ports: Sequence[int]) -> int:
 
 def reserve_port(host: str, ports: Sequence[int]) -> int:
     """Returns a free port as `free_port` does, and keeps the port bound, so that no other program
-    can take the port. The port stays bound until `reserved` hands over the socket, or until this
-    process reserves another port."""
+    can take the port. The port stays bound until `reserved` returns the socket to a caller, or
+    until this process reserves another port."""
     held = _bound(host, ports)
     port: int = held.getsockname()[1]
     _reserved[:] = [(f"{host}:{port}", held)]  # an earlier one closes

@@ -40,11 +40,11 @@ class RecoveryRule:
 class Attempts:
     """Counts the restarts of one run within one process.
 
-    A run may restart only while fewer than `attempts` of its earlier restarts count. A restart
-    stops counting when the run is `window_steps` steps beyond the furthest step that the run had
-    reached before this restart. Repeated steps are not progress. If a run always dies before its
-    next checkpoint, the run only repeats steps, so all its restarts count and the run is given up
-    after `attempts` restarts.
+    A run can restart only if fewer than `attempts` of its earlier restarts count. A restart stops
+    counting when the run is `window_steps` steps beyond the furthest step that the run had reached
+    before this restart. Repeated steps are not progress. A run that always dies before its next
+    checkpoint only repeats steps. All restarts of this run count, so the run is given up after
+    `attempts` restarts.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -58,8 +58,8 @@ class Attempts:
         return len(self._reached)
 
     def lost(self, step: int) -> float | None:
-        """Records that the run was lost after `step`. If the run may restart, counts the restart
-        and returns the seconds to wait before the restart. Otherwise returns None."""
+        """Records that the run lost a process after step `step`. If the run may restart, counts the
+        restart and returns the seconds to wait before the restart. Otherwise returns None."""
         rule = self.rule
         self.furthest = max(self.furthest, step)
         self._reached = [

@@ -1,4 +1,5 @@
-"""Finds files that ship with the project besides its code: `configs/`, `assets/` and `tools/`.
+"""Finds the files that ship with the project in addition to its package: `configs/`, `assets/` and
+`tools/`.
 
 In a checkout these folders are beside the package. In a wheel these folders are in `share/`,
 because setup.py copies the folders into `share/`. In a shipped config, paths are relative to the

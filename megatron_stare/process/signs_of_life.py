@@ -11,7 +11,7 @@ from typing import Any
 
 
 def say_loading(*, always: bool = False) -> None:
-    """Prints that the libraries of a run are imported next. Prints nothing if the process has
+    """Prints that the process now imports the libraries of a run. Prints nothing if the process has
     already imported torch.
 
     Args:
@@ -22,7 +22,7 @@ def say_loading(*, always: bool = False) -> None:
 
 
 def unsaid(text: str) -> Any:
-    """Accepts a line and prints nothing. Replaces `say` if no output is wanted."""
+    """Ignores a line instead of printing it. Used in place of `say` if no output is wanted."""
 
 
 def counted(number: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Silences known harmless messages of upstream packages, at import and in normal use. No other
+"""Silences harmless messages that upstream packages print at import and in normal use. No other
 module silences messages."""
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def quiet_upstreams() -> None:
     """Silences messages of upstream libraries in this process. Call this function before the
     process imports these libraries. Forked processes inherit the filters.
 
-    When megatron-core is imported, it warns about missing CUDA libraries. Later, megatron-core
-    names the operations that would be faster with the missing libraries. The library transformers
+    When megatron-core is imported, it warns about missing CUDA libraries. In use, megatron-core
+    warns about operations that would be faster with the missing libraries. The transformers library
     draws progress bars even for files that load instantly.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

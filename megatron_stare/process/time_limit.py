@@ -1,5 +1,5 @@
 """Implements `--stop-after`. Checks whether a run's time limit leaves enough time for one more step
-and the save after it."""
+and the save after this step."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class TimeLimit:
         self._step_begun = now
 
     def passed_before_another(self, save_s: float) -> bool:
-        """Returns True if one more step and the save after the step would exceed the limit. Call
-        this method after `begin_step`.
+        """Returns True if one more step and the save after this step would take longer than the
+        time limit allows. Call this method after `begin_step`.
 
         Args:
             save_s: longest save so far, seconds.

@@ -43,7 +43,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Returns the SHA-256 of the package's modules at the time of the first call."""
+    """Returns the SHA-256 of this package's modules, as they were at the first call."""
     package, digest = Path(megatron_stare.__file__).parent, hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())

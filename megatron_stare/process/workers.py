@@ -15,11 +15,11 @@ Handle = Any
 
 
 class WorkerLostError(UserError):
-    """A worker process died or did not answer in time."""
+    """Raised if a worker process died or did not answer in time."""
 
 
 class WorkerSilentError(WorkerLostError):
-    """A worker did not answer in time."""
+    """Raised if a worker did not answer in time."""
 
 
 class Workers(ABC):
@@ -30,8 +30,8 @@ class Workers(ABC):
 
     @abstractmethod
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        """Starts a call on one worker. If the workers are processes, returns before the call
-        ends."""
+        """Starts a call on one worker. If the workers are processes, `start_on` returns before the
+        call ends."""
 
     @abstractmethod
     def wait(
@@ -61,7 +61,7 @@ class Workers(ABC):
         can fetch the value."""
 
     def replace(self, worker: int) -> None:
-        """Ends one worker, even if it hangs or is dead, and starts a new worker in its place.
+        """Ends one worker and starts a new worker in its place. The old worker may hang or be dead.
         Returns when the new worker is ready.
 
         Any thread may call `replace`, but no other thread may call this worker at the same time.

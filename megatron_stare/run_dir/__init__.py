@@ -1,1 +1,1 @@
-"""Writes and reads the files of a run directory, and tells whether the run is alive."""
+"""Writes and reads the files of a run directory, and finds out whether the run is alive."""

@@ -105,7 +105,7 @@ def write_beat(file: Path, beat: Beat) -> None:
 
 
 def write_whole(file: Path, value: Any) -> None:
-    """Writes JSON atomically. Readers see either the old content or the new content. Raises
+    """Writes JSON atomically. Readers see either the file's old content or its new content. Raises
     OSError."""
     # not Path's methods, which take three times as long; this runs many times per step
     temporary = f"{file}.{os.getpid()}.tmp"
@@ -157,8 +157,8 @@ def beat_file(folder: Path, role: str) -> Path:
 
 
 class CallBeats:
-    """Writes the beats of a worker. A beat holds the worker's current call and the time of the
-    call's latest progress.
+    """Writes the beats of a worker. A beat contains the worker's current call and the time at which
+    the call last made progress.
 
     Args:
         folder: folder of the beats. If `folder` is None, nothing is written.

@@ -30,7 +30,7 @@ NOT_TRAINED = " "  # in both columns: a token that an environment wrote
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a response with its training numbers. Unknown numbers are NaN.
+    """One token of a response, with its numbers from training. Unknown numbers are NaN.
 
     `text`: text that the token adds to the response. Special tokens, such as the stop token, also
         have a text.
@@ -45,7 +45,8 @@ class Token:
         "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. "
         " marks a token that an environment wrote.
     `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
-        "?" means that the run made no forecast. " " marks a token that an environment wrote.
+        "?" means that the critical surprisal is unknown, because the run made no forecast. " "
+        marks a token that an environment wrote.
     """
 
     text: str
@@ -62,7 +63,7 @@ class SampledResponse:
     """A response of a rollout file.
 
     `tokens`: empty if the file has no per-token numbers for the response.
-    `record`: the line of the file.
+    `record`: the response's whole record from the file.
     """
 
     step: int

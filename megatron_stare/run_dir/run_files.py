@@ -125,7 +125,7 @@ def read_run(directory: Path) -> RunRecord:
 
 
 class Rereading:
-    """Reads a run directory repeatedly. Opens the run's files again only if one of the files has
+    """Reads a run directory repeatedly. Reads the files again only if at least one file has
     changed."""
 
     def __init__(self) -> None:
@@ -182,7 +182,8 @@ def result_name(record: Record) -> str:
 
 
 def evaluation_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics of an evaluation by name, without intervals and missing values."""
+    """Returns the metrics of an evaluation by name. Leaves out confidence intervals and missing
+    values."""
     found: dict[str, Any] = {name: record.get(name) for name in ("pass1", "greedy", *_FIGURES)}
     found |= {name: each["value"] for name, each in record.get("results", {}).items()}
     found |= {

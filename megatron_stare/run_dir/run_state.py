@@ -181,8 +181,8 @@ class RunDir:
         """Removes everything that a failed start added to the directory.
 
         Removes config.yaml first, because a directory without config.yaml does not count as a run.
-        The directory then does not count as a run even if this process is killed before it has
-        removed the other files.
+        Thus, if this process is killed before it has removed the other files, the directory does
+        not count as a run.
         """
         if CONFIG not in self._found:
             (self.path / CONFIG).unlink(missing_ok=True)
@@ -203,8 +203,8 @@ class RunDir:
         """Records a rollback with its step, its reason, and the cursors of the prompts to leave out
         from now on.
 
-        A checkpoint contains only the rollbacks before that checkpoint. Therefore rollbacks.json
-        keeps the new rollback until the next checkpoint.
+        A checkpoint records only the rollbacks that happened before the checkpoint was saved.
+        Therefore rollbacks.json stores the new rollback until the next checkpoint.
 
         Args:
             before: the run's earlier rollbacks.

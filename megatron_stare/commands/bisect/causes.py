@@ -45,7 +45,7 @@ class Change:
     `settings`: new values for settings of the run, by dotted key. Only the re-run uses these
         values.
     `method`: a function that changes the method after the configuration is checked, or None.
-    `harmless`: true if the change alters the first step of a correct run only by rounding errors.
+    `harmless`: true if, in a correct run, the change alters the first step only by rounding errors.
     """
 
     name: str
@@ -232,7 +232,7 @@ class ChangedRun(ResolvedRun):
 
 
 class _HeldGate:
-    """Mixin that keeps the gate at the value `held` for every entropy."""
+    """Mixin that keeps the gate at the value `held`, whatever the entropy is."""
 
     held: float
 
@@ -253,8 +253,8 @@ class _ClosedGate(_HeldGate):
 
 
 class _DrawsByPlace:
-    """Mixin that seeds a token's random draw by the token's position in its rank's batch, so that
-    draws depend on the layout."""
+    """Mixin that seeds the random draw for a token by the token's position in its rank's batch, so
+    that the draws depend on the layout."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
         return uniform(
@@ -294,7 +294,7 @@ def without_correction(method: Method) -> Method:
 
 
 def has_gate(method: Method) -> bool:
-    """Tells whether the method has a gate that the entropy opens and closes."""
+    """Tells whether the method has a gate that opens and closes depending on the entropy."""
     return isinstance(method, Stare) and method.entropy_target is not None
 
 

@@ -2,10 +2,11 @@
 metrics of the steps.
 
 `explain` answers these questions in this order. Do the repeated unchanged steps reproduce the
-record? If the unchanged steps do not reproduce the record, does a change reproduce more steps bit
-for bit, or does it bring every figure close to the record? If the unchanged steps reproduce the
-record, does the record contradict the configuration? Does a harmless change, such as another
-layout, affect the first step by more than rounding?
+record? If the unchanged steps do not reproduce the record, does any change reproduce more steps bit
+for bit? If no change reproduces more steps, does any change bring every figure close to the record?
+If the unchanged steps reproduce the record, does the record contradict the configuration? Does a
+harmless change, such as another layout, change the first step's metrics by more than rounding
+errors?
 """
 
 from __future__ import annotations
@@ -66,11 +67,13 @@ class Remade:
 class Line:
     """Result of one re-run.
 
-    `equal`: the number of steps before the first step whose metrics differ from the record.
-    `medians`: the median of each figure over the steps. A figure without values has the median NaN.
-    `moved`: distance of each figure from the unchanged steps, in standard errors.
-    `missed`: distance of each figure from the record, in standard errors.
-    `breaks`: metrics that a harmless change affects in the first step by more than rounding.
+    `equal`: the number of steps that precede the first step with metrics that differ from the
+        record.
+    `medians`: each figure's median over the steps. A figure without values has the median NaN.
+    `moved`: each figure's distance from its value in the unchanged steps, in standard errors.
+    `missed`: each figure's distance from its value in the record, in standard errors.
+    `breaks`: metrics whose value in the first step changes by more than rounding errors, although
+        the change is harmless.
     `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
@@ -90,8 +93,8 @@ class Explanation:
     """Result of a bisection.
 
     `reproduced`: true if the repeated unchanged steps equal the record bit for bit. If the run
-        cannot be repeated bit for bit, it is sufficient that the figures agree within the run's
-        noise.
+        cannot be repeated bit for bit, `reproduced` is also true if the figures agree within the
+        run's noise.
     `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
     `why`: the conclusion in a sentence.
@@ -196,7 +199,7 @@ def explain(
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
     """Tells whether the re-run with a change reproduces all figures of the run's record. `departs`
-    names the figures that the unchanged re-run does not reproduce."""
+    contains the names of the figures that the unchanged re-run does not reproduce."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
@@ -231,8 +234,8 @@ def _line(
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
     """Returns the number of equal steps at the beginning of two series of steps. Two steps are
-    equal if both have all metrics in FINGERPRINT, and if all metrics that both have are equal. The
-    metrics in NOT_COMPARED, such as times, are ignored."""
+    equal if both have all metrics in FINGERPRINT, and if their common metrics have equal values.
+    The metrics in NOT_COMPARED, such as times, are ignored."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number
@@ -248,7 +251,7 @@ def _same(a: float, b: float) -> bool:
 
 def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
     """Returns the metrics whose values in the steps `first` and `sound` differ by more than
-    rounding."""
+    rounding errors."""
     share, least = ROUNDING[dtype]
     return tuple(
         name
@@ -293,7 +296,7 @@ def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
     """Returns how far two series of steps differ in each figure, in standard errors. The series are
-    compared step by step. Figures without a known distance are left out."""
+    compared step by step. A figure is left out if its distance cannot be computed."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

@@ -49,7 +49,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Makes a run directory that continues from another run's checkpoint. Hard-links the
+    """Creates the directory of a run that continues from another run's checkpoint. Hard-links the
     checkpoint's files instead of copying them, because no process changes these files.
 
     Args:
@@ -85,9 +85,9 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
 
 
 def _share(file: Path, place: Path) -> None:
-    """Makes `place` a hard link to `file`, which no process changes. Copies the file if the hard
-    link fails, for example because `file` and `place` are on different disks. Always copies the run
-    state, which is small."""
+    """Creates a hard link at `place` to `file`, which no process changes. Copies the file if the
+    hard link fails, for example because `file` and `place` are on different disks. Always copies
+    the run state, which is small."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)
@@ -97,8 +97,8 @@ def _share(file: Path, place: Path) -> None:
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     """Returns a copy of the configuration with some settings replaced. `settings` contains the new
-    values by dotted key. The value None means the default. Raises ConfigError if settings
-    conflict."""
+    values by dotted key. The value None resets a setting to its default. Raises ConfigError if
+    settings conflict."""
     tree = copy.deepcopy(yaml.safe_load(dump_yaml(config)))
     tree.pop("format", None)
     for dotted, value in settings.items():

@@ -1,5 +1,5 @@
-"""Checks that a machine's environment variables suit a run. Also checks settings whose errors would
-otherwise appear only late in the run."""
+"""Checks that a machine's environment variables suit a run. Also checks settings that would
+otherwise cause errors only late in the run."""
 
 from __future__ import annotations
 
@@ -225,9 +225,8 @@ def _cache(shell: Mapping[str, str]) -> Finding:
 
 
 def check_timeouts(config: Config) -> Finding:
-    """Checks the timeout of collectives, which is the time until a hanging rank is noticed. The
-    timeout may be shorter than a rollout, since ranks run no collective during a rollout; see
-    docs/cluster.md."""
+    """Checks the timeout of collectives, after which a hanging rank is noticed. The timeout may be
+    shorter than a rollout, since ranks run no collective during a rollout; see docs/cluster.md."""
     seconds = config.faults.requests.collective_limit(config.runtime.timeout_s)
     if seconds > COLLECTIVE_S:
         return warning(

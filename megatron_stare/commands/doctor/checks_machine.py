@@ -105,8 +105,9 @@ def check_clock(asked: float, told: float, answered: float) -> Finding:
 
 
 def check_topology(facts: Facts, tensor: int) -> Finding:
-    """Checks that no connection within a group of `tensor` neighbouring GPUs crosses a PCIe host
-    bridge. Uses the output of `nvidia-smi topo -m`."""
+    """Checks that no connection between GPUs of the same tensor-parallel group crosses a PCIe host
+    bridge. A group consists of `tensor` GPUs with consecutive indices. Uses the output of
+    `nvidia-smi topo -m`."""
     links = parse_topology(facts.topology)
     count = len(links)
     far = [
@@ -140,7 +141,7 @@ def parse_topology(table: str) -> list[list[str]]:
 
 
 def check_ports(ports: Sequence[int], host: str = "") -> Finding:
-    """Checks that every port from the first to the last of a range is free on this machine."""
+    """Checks that every port of a range is free on this machine."""
     if not ports:
         return ok("ports", "runtime.ports is not set: the kernel's choice")
     taken = [port for port in range(ports[0], ports[-1] + 1) if not _free(host, port)]
@@ -162,7 +163,7 @@ def _free(host: str, port: int) -> bool:
 
 
 def check_folder(seen: FolderSeen) -> list[Finding]:
-    """Checks that the folder of runs supports writing, renaming and locking."""
+    """Checks that the folder for run directories supports writing, renaming and locking."""
     where = f"folder {seen.path}"
     if seen.error:
         return [

@@ -1,5 +1,5 @@
-"""Collects facts about one machine, without judging the facts. The facts are versions, limits,
-devices, environment variables and the capabilities of a folder."""
+"""Collects facts about one machine. Other modules check these facts. The facts are versions,
+limits, devices, environment variables and the capabilities of a folder."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class Facts:
     `gpus`: memory of each GPU, bytes.
     `topology`: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
     `limits`: the soft limits by name. A limit of -1 means that there is no limit.
-    `shared_memory`: the free and total size of /dev/shm, bytes. Both sizes are 0 if there is no
-        /dev/shm.
+    `shared_memory`: the free and total size of /dev/shm, bytes. The free size and the total size
+        are 0 if there is no /dev/shm.
     `interfaces`: IPv4 addresses by interface.
     `infiniband`: names of adapters.
     `clock`: the machine's time, seconds since 1970.
@@ -211,7 +211,7 @@ def _shared_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FolderSeen:
-    """Capabilities of a folder, measured by a test.
+    """Capabilities of a folder, as a test found them.
 
     `renames`: true if a renamed folder appears under its new name at once.
     `locks`: true if a second process cannot take a lock that another process holds.

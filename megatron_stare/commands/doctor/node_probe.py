@@ -46,8 +46,8 @@ class NodeProbe:
 def measure_bandwidth(rank: int, world: int, meeting_place: str) -> float:
     """Returns the bus bandwidth of a gloo all-reduce over `world` ranks, in 10^9 bytes/s.
 
-    With n ranks, the bus bandwidth is 2 (n - 1) / n times the message's bytes, divided by the time
-    of the fastest round, as in NCCL's tests.
+    As in NCCL's tests, the bus bandwidth of n ranks is 2 (n - 1) / n times the message's bytes,
+    divided by the time of the fastest round.
     """
     limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group(

@@ -1,5 +1,5 @@
-"""Manages the folder of an evaluation by `megatron-stare eval`. The folder contains the description
-of the evaluation, the responses and the results.
+"""Manages the folder in which `megatron-stare eval` stores an evaluation. The folder contains the
+description of the evaluation, the responses and the results.
 
     evaluation.json   checkpoint, tasks, decoding and seeds
     config.yaml       the resolved configuration
@@ -140,8 +140,8 @@ class EvaluationFolder:
         return self._responses.setdefault((task, greedy), {})
 
     def add(self, task: str, greedy: bool, response: Response) -> None:
-        """Appends a response and flushes it to the kernel, so that a kill of this process does not
-        lose the response."""
+        """Appends a response and flushes it to the kernel, so that the response is kept even if
+        this process is killed."""
         row = {"task": task, "greedy": greedy, **response.record()}
         assert self._file is not None
         try:
@@ -156,7 +156,7 @@ class EvaluationFolder:
         self._note(row)
 
     def finish(self, name: str, found: Evaluated) -> None:
-        """Writes the results of a task, replacing earlier results of the task."""
+        """Writes the results of a task, and replaces any earlier results of this task."""
         rows = [{"task": name, **row} for row in found.problems]
         others = [row for row in read_jsonl(self.path / PROBLEMS) if row.get("task") != name]
         write_atomically(self.path / PROBLEMS, [*others, *rows])

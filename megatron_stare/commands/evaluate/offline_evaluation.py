@@ -77,8 +77,8 @@ class Checkpoint:
         return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
 
     def identity(self) -> dict[str, Any]:
-        """Returns values that identify the weights. These values are the path, the step, and one
-        digest of the names, sizes and modification times of the weight files."""
+        """Returns values that identify the weights. The returned values are the path, the step, and
+        one digest of the weight files' names, sizes and modification times."""
         files = sorted(
             file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp")
         )
@@ -97,7 +97,7 @@ class Opened:
     evaluations: dict[str, Evaluation]
 
     def what(self) -> dict[str, Any]:
-        """Returns all values that determine a response, except for the engine's release and
+        """Returns everything that determines the responses, except for the engine's release and
         rounding errors."""
         config = self.config
         return {
@@ -277,8 +277,8 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
 
 
 def _what(evaluation: Evaluation) -> dict[str, Any]:
-    """Returns all values that a task's responses depend on. The returned dict does not contain the
-    number of samples, so that a resumed evaluation can use more samples."""
+    """Returns all settings and inputs that a task's responses depend on. The returned dict does not
+    contain the number of samples, so that a resumed evaluation can use more samples."""
     task, prompts = evaluation.task, evaluation.prompts
     decoding = {name: value for name, value in task.decoding().items() if name != "samples"}
     asked = [(prompt.cursor, prompt.token_ids, prompt.answer) for prompt in prompts]

@@ -142,8 +142,8 @@ def _supervise(args: argparse.Namespace) -> int:
 def _typed(
     args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Returns the run's command line as two lists of words for `what_now`. The first list ends with
-    the last override, and the second list contains the options.
+    """Splits the run's command line into two lists of words for `what_now`. The first list ends
+    with the last override, and the second list contains the options.
 
     Args:
         run_dir: a run directory that the caller adds to the words. If `run_dir` is given, the words
@@ -199,8 +199,8 @@ def read_config(
     overrides: Iterable[str | Override],
     beneath: Sequence[Layer] = (),
 ) -> Config:
-    """Reads the configuration of a run that is about to start. Prints a message before the method
-    is read, because reading the method imports torch and therefore takes some time.
+    """Reads the configuration of a run that is about to start. Prints a message before it reads the
+    method, because reading a method imports torch and therefore takes some time.
 
     Raises:
         UserError: as load_config.
