@@ -98,8 +98,8 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 def kill(pid: int) -> None:
     """Kills a process and all its descendants. The descendants must die too, because a hanging
-    child would keep inherited sockets open. Peers would then not notice that the parent has
-    ended."""
+    child would keep inherited sockets open. The peers at the other ends of these sockets would then
+    not notice that the parent has ended."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
