@@ -188,8 +188,8 @@ class ChatFormat:
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
         """Returns the token ids of a context and the turn after this context, in the form in which
-        the template renders earlier turns. In this form, the turn lacks its thinking and the ids
-        from `left_out`.
+        the template renders earlier turns. The template's form of an earlier turn lacks the turn's
+        thinking and the ids from `left_out`.
 
         Args:
             text: text of the turn.

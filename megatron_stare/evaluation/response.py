@@ -2,7 +2,7 @@
 same answer.
 
 A `Response` is a trajectory without its tokens. Two answers count as the same if their normal forms
-are equal, or if the verifier accepts the later answer against the earlier answer as reference.
+are equal, or if the verifier accepts the later answer when the earlier answer is the reference.
 Answers are compared in the order of their sample indices, so the classes do not depend on which
 response finished first. The earliest answer of a class represents the class.
 """

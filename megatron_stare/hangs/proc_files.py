@@ -2,9 +2,9 @@
 never block the reader, whatever the state of the process.
 
 Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. To read one
-of these files, the kernel takes the lock of the process's memory. A page fault that waits for a
-dead file system may hold the lock of a process's memory. Therefore call `command`, `pss_bytes` and
-`stuck_at` only from a thread that can be abandoned.
+of the three exceptions, the kernel takes the lock of the process's memory. A page fault that waits
+for a dead file system may hold the lock of a process's memory. Therefore call `command`,
+`pss_bytes` and `stuck_at` only from a thread that can be abandoned.
 """
 
 from __future__ import annotations

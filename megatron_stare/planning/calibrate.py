@@ -160,7 +160,7 @@ def _parts(
 
 def medians(run_dir: Path) -> dict[str, float]:
     """Returns the medians of a run's time and length metrics. The first steps are left out. Raises
-    DataError if too few steps remain."""
+    DataError if too few steps remain after the first steps are left out."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,5 +1,5 @@
-"""Defines the numbers that a plan uses for a GPU: values from its data sheet, with their source,
-and coefficients.
+"""Defines the numbers that a plan uses for a GPU: data-sheet values with their source, and
+coefficients.
 
 Coefficients are numbers that the time model needs but that no data sheet contains. Coefficients are
 assumed, or fitted to a run and stored in a JSON file.

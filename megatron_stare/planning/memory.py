@@ -1,11 +1,11 @@
 """Predicts how much memory a GPU needs in each phase of a step. Raises an error before a run starts
 if the GPU has too little memory.
 
-`activation_memory` counts the bytes that a rank keeps from a micro-batch's forward to its backward,
-with or without recomputation. `activation_memory` models layers without Transformer Engine, as they
-run on a CPU: this package's RMSNorm and SwiGLU, and packed attention over groups of equal length.
-Fused kernels keep fewer bytes. Padding within a group adds bytes. tests/megatron/test_recompute.py
-checks that the counts agree with the saved tensors within 1 %.
+`activation_memory` counts the bytes that a rank keeps from a micro-batch's forward pass to its
+backward pass, with or without recomputation. `activation_memory` models layers without Transformer
+Engine, as they run on a CPU: this package's RMSNorm and SwiGLU, and packed attention over groups of
+equal length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
+tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
 `budget` sums the memory of a GPU in each phase. docs/colocation.md lists what is in a GPU's memory
 in each phase. `Fit` builds the ranks of a run on torch's meta device, where tensors have no data,

@@ -6,8 +6,8 @@ be slow, to hang or to raise an error, because `rewards/verifier_pool.py` runs e
 separate processes with a time limit.
 
 The verifier's module may also define:
-- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker grades these responses first, as
-  a test of the verifier.
+- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker first grades the responses of
+  the triples, as a test of the verifier.
 - `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot cover.
 - `answer_start(response) -> int`: the character index where the verifier finds the answer, or -1 if
   the response has no answer in the right format.
@@ -198,13 +198,13 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
     """Returns the `answer_start` function that is an attribute of the verifier or is defined in the
-    verifier's module. Returns None if there is no such function."""
+    verifier's module. Returns None if the verifier has no `answer_start` function."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
     """Returns the `normal_answer` function that is an attribute of the verifier or is defined in
-    the verifier's module. Returns None if there is no such function."""
+    the verifier's module. Returns None if the verifier has no `normal_answer` function."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 

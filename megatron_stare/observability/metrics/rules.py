@@ -3,7 +3,7 @@
 `Watch` determines when alerts begin and end. The monitor uses `Watch` during a run. The command
 `status` applies `Watch` to a run's logged metrics. Some rules can end a run, or roll it back to a
 checkpoint. Before a step is complete, the driver applies the rules that can end or roll back a run.
-For these rules, the driver uses the run's own settings (driver/guards.py and
+Rules that can end or roll back a run use the run's own settings (driver/guards.py and
 driver/agreement_watch.py).
 """
 
