@@ -1,9 +1,9 @@
-"""Handles conversations with tools as tokens. Reads the tool calls in the policy's turn, and
-renders the tokens between the policy's turns.
+"""Represents conversations with tool calls as tokens. Reads the tool calls in the policy's turn,
+and renders the tokens between the policy's turns.
 
 The tokenizer's chat template defines the tokens between turns. Tokens that the policy sampled stay
-as they are; only a new branch encodes their text again. Tool calls have the format of Hermes,
-Qwen2.5 and Qwen3.
+unchanged. Only a new branch encodes the text of sampled tokens again. Tool calls have the format of
+Hermes, Qwen2.5 and Qwen3.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class ChatFormat:
             )
 
     def between(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
-        """Returns the ids [n] and the text of the tokens between one turn of the policy and its
-        next turn. These tokens contain the messages and the opening of the policy's next turn.
+        """Returns the ids [n] and the text of the tokens between two turns of the policy. The
+        tokens consist of the messages and the opening of the policy's next turn.
 
         A space is inserted into every special token and every tool-call tag that occurs in the text
         of a message.
@@ -187,8 +187,9 @@ class ChatFormat:
         return ids[1]
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
-        """Returns the token ids of a context and of the turn after it, as the template renders an
-        earlier turn: without the thinking, and without the ids from `left_out`.
+        """Returns the token ids of a context and the turn after this context, in the form in which
+        the template renders earlier turns. The template's form of an earlier turn lacks the turn's
+        thinking and the ids from `left_out`.
 
         Args:
             text: text of the turn.
@@ -232,7 +233,8 @@ class ChatFormat:
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
         """Returns the start and the end of the first special token after position `after`. The
-        position `after` must lie inside a turn; the special token then ends this turn."""
+        position `after` must lie inside a turn, so that the special token is the end of this
+        turn."""
         found = [
             (at, at + len(token))
             for token in self._special

@@ -1,5 +1,5 @@
 """Lets an agent of the library `verifiers` converse and call tools inside the driver's process. The
-library imports this module by the name `ID`, which `register` makes known.
+library imports this module under the name `ID`, after `register` has registered the name.
 
 The library's own harness for conversations starts a new Python process after every message of the
 user. Each start takes about one second of CPU time.
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """Settings of ChatHarness, which are the settings that every harness has."""
+    """Settings of ChatHarness. ChatHarness has only the settings that every harness has."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):

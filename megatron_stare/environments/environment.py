@@ -30,12 +30,12 @@ class Turn:
 
     `text`: text of the tokens, decoded without special tokens and without the stop token.
     `experts`: the experts to which the engine routed the first m tokens of the concatenated context
-        and turn; m is the first dimension of the tensor. None if the run does not replay the
-        engine's routing.
+        and turn; m is the first dimension of the tensor. `experts` is None if the run does not
+        replay the engine's routing.
     `finish_reason`: 'length' if a token limit ended the turn or allowed no token at all. 'stop' if
         a stop token or a stop string ended the turn.
-    `stop`: the stop string that ended the turn, or None. `text` ends with the stop string and
-        whatever else the last token contains after the stop string.
+    `stop`: the stop string that ended the turn, or None. `text` includes the stop string, and also
+        any text that the last token contains after the stop string.
     """
 
     tokens: Tensor  # [n] int32
@@ -90,12 +90,13 @@ class Generate(Protocol):
         """Calls a tool and returns the tool's answer. A tool that is not idempotent is called at
         most once, even if the environment runs again.
 
-        The journal records the intent before the call and the answer after the call. An environment
-        runs again after its response was interrupted or the run was resumed. When the environment
-        runs again, the journal returns each recorded answer without a call of the tool. If the
-        journal contains an intent without an answer, nobody knows whether the tool acted. An
-        unanswered call of an idempotent tool is repeated under the same id. A response with an
-        unanswered call of any other tool is discarded by the rollouts.
+        Before the call, the journal records the intent to call the tool. After the call, the
+        journal records the answer. An environment runs again after its response was interrupted or
+        the run was resumed. When the environment runs again, the journal returns each recorded
+        answer without a call of the tool. If the journal contains the intent to call a tool but no
+        answer, nobody knows whether the tool acted. An unanswered call of an idempotent tool is
+        repeated with the same call id. The rollouts discard a response with an unanswered call of a
+        tool that is not idempotent.
 
         Args:
             tool: awaited as `tool(request, id)`, where `id` is unique to this call. When the
@@ -163,8 +164,8 @@ class Environment(ABC):
 
 
 class Response:
-    """A response of one or several turns, under construction. Tokens that the policy sampled carry
-    loss; tokens that the environment adds carry none."""
+    """A response of one or several turns, under construction. The loss counts the tokens that the
+    policy sampled, and ignores the tokens that the environment adds."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -185,14 +186,15 @@ class Response:
 
     @property
     def branch(self) -> Branch | None:
-        """The newest branch. None for the first branch, whose context is the prompt."""
+        """The newest branch. For the first branch, whose context is the prompt, `branch` is
+        None."""
         return self._branches[-1] if self._branches else None
 
     @property
     def context(self) -> tuple[int, ...]:
         """Token ids that the next turn continues. In the first branch, the context consists of the
         prompt and the response so far. In a later branch, the context consists of the branch's own
-        context and the tokens sampled or added since."""
+        context and the tokens that were sampled or added after the branch began."""
         tokens = [token for part in self._tokens for token in part.tolist()]
         if (branch := self.branch) is None:
             return (*self._prompt.token_ids, *tokens)
@@ -202,7 +204,7 @@ class Response:
         """Begins a new branch and returns it. All tokens that are appended afterwards belong to the
         new branch.
 
-        The tokens of the new branch's context carry no loss. An environment that begins branches
+        The loss ignores the tokens of the new branch's context. An environment that begins branches
         must return True from its method `branches`.
 
         Args:
@@ -224,8 +226,8 @@ class Response:
         return turn
 
     def observed(self, tokens: Iterable[int], text: str = "") -> None:
-        """Appends tokens of the environment. Tokens of the environment carry no loss, and no
-        verifier reads them.
+        """Appends tokens of the environment. The loss and the verifiers ignore tokens of the
+        environment.
 
         Args:
             text: text of the tokens, for display only.

@@ -179,7 +179,7 @@ def _separate() -> None:
 def _confine(out: int, ready: int, memory_mb: int, seconds: float) -> None:
     """Isolates this process. Mounts an empty scratch folder, closes all files except the output
     `out`, sets the resource limits, drops all privileges, and installs the system-call filter.
-    Finally writes to the pipe `ready` that the process is isolated."""
+    Finally reports, through the pipe `ready`, that the process is isolated."""
     _called("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
     flags = _NO_SUID | _NO_DEVICES | _NO_EXECUTION
     size = f"size={SCRATCH_MB}m,nr_inodes=1k,mode=700".encode()

@@ -87,7 +87,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _run(self, code: str, seconds: float) -> Ran:
-        """Runs a program. Called in one of the sandbox's threads."""
+        """Runs a program. The method `_run` is called in one of the sandbox's threads."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Defines the environment in which the policy calls tools over several turns.
 
-If a turn contains tool calls, the tools' answers follow the turn as tokens without loss. If a call
-is wrong or a tool fails, the policy gets an answer that contains the text of the error.
+If a turn contains tool calls, the tools' answers follow the turn as tokens that the loss ignores.
+If a call is wrong or a tool fails, the policy gets an answer that contains the text of the error.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Verifiers(Environment):
 
 
 class Library:
-    """Holds an environment of the library `verifiers` together with its tasks.
+    """An environment of the library `verifiers`, together with its tasks.
 
     agents: names of the environment's agents.
     tasks: number of tasks; None: the taskset is endless.
@@ -175,11 +175,11 @@ class Library:
                 raise ConfigError(f"the taskset {taskset!r} has no tasks", where=WHERE)
 
     def task(self, at: int) -> Any:
-        """Returns the task with index `at` in the taskset, a `verifiers.v1.Task`. Of an endless
-        taskset, only the first EVALUATED and the newest RECENT tasks stay in memory; evaluations
-        use the first tasks repeatedly. A run that goes back to an earlier checkpoint can need a
-        task that is no longer in memory; the taskset is then read again from its beginning. Raises
-        DataError if the taskset begins with a different task when it is read again."""
+        """Returns the `verifiers.v1.Task` with index `at` in the taskset. For an endless taskset,
+        only the first EVALUATED and the newest RECENT tasks stay in memory; evaluations use the
+        first tasks repeatedly. If a run goes back to an earlier checkpoint and needs a task that is
+        no longer in memory, the taskset is read again from its beginning. Raises DataError if the
+        taskset begins with a different task when it is read again."""
         if at < self._drawn and at not in self._tasks:
             first = self._tasks[0]
             self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0
@@ -199,7 +199,7 @@ class Library:
 
 @functools.lru_cache(maxsize=8)  # the prompts and the environment use the same tasks
 def opened(taskset: str, settings: str) -> Library:
-    """Opens an environment of the library with its tasks. Results are cached.
+    """Builds an environment of the library, together with its tasks. Results are cached.
 
     Args:
         settings: settings of the library's environment, as JSON.
@@ -315,7 +315,7 @@ class Episode:
 
         Args:
             most: token limit of the turn; None: the tokens that remain for the response.
-            trained: whether the turn's tokens carry loss.
+            trained: whether the loss counts the turn's tokens.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -398,8 +398,8 @@ class Episode:
 
 
 class _Session(NamedTuple):
-    """Session of one trace of the library. The requests of the trace's agent name the session in a
-    header."""
+    """Connects one trace of the library with the episode of this trace. In each request, the
+    trace's agent names the session in a header."""
 
     episode: Episode
     trained: bool

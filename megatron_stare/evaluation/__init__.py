@@ -1,2 +1,2 @@
-"""Evaluates the responses to held-out problems. Computes pass@k, maj@k and intervals, and makes the
-record of an evaluation."""
+"""Evaluates the responses to held-out problems. Computes pass@k, maj@k and confidence intervals,
+and builds the record of an evaluation."""

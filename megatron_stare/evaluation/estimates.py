@@ -1,10 +1,10 @@
 """Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes a
 confidence interval for the mean of results over problems. All functions are pure.
 
-Each estimate averages over all subsets of k of the n responses. The estimates are therefore
-unbiased for k new responses, and do not depend on the order of the responses. Several prompts can
-ask the same problem, so the variance of a mean is computed from differences between problems, not
-between prompts. docs/evaluation.md defines the estimates in words.
+Each estimate averages over all subsets of the n responses that contain k responses. The estimates
+are therefore unbiased for k new responses, and do not depend on the order of the responses. Several
+prompts can contain the same problem, so the variance of a mean is computed from differences between
+problems, not between prompts. docs/evaluation.md defines the estimates in words.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     The k responses are drawn without replacement from the n sampled responses, of which c_j give
     answer j. The expected result is the sum of r_j P E[1 / (1 + T)] over all answers j and all
     counts a = 1..k. P is the probability that answer j is drawn exactly a times and no answer is
-    drawn more often. T is the number of other answers that are drawn exactly a times, too. E[...]
+    drawn more often. T is the number of other answers that are also drawn exactly a times. E[...]
     is the expectation under the same condition: answer j is drawn a times and no answer more often.
     A response without an answer has no vote. If none of the k responses has an answer, the result
     is 0.
@@ -122,25 +122,25 @@ def wilson_interval(
 ) -> tuple[float, float, float]:
     """Returns the mean of results in [0, 1], and Wilson's score interval (JASA 22, 1927) for the
     mean. `results` contains one result per prompt. The interval takes into account that several
-    prompts can ask the same problem.
+    prompts can contain the same problem.
 
     Let p be the mean of the N results, z the (1 + level)/2 quantile of the standard normal
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
-    Here m = 1 + p (1 - p) / v, and v is the variance of the mean from `mean_of_problems`. The 1 in
-    m corrects a bias: on average, p (1 - p) is smaller by v than the same product for the true
-    mean. If all results are 0 or 1 and every prompt has a problem of its own, m equals N, and the
-    interval is exactly Wilson's.
+    In the formula, m = 1 + p (1 - p) / v, and v is the variance of the mean from
+    `mean_of_problems`. The 1 in m corrects a bias: on average, p (1 - p) is smaller by v than the
+    same product for the true mean. If all results are 0 or 1 and every prompt has a problem of its
+    own, m equals N, and the interval is exactly Wilson's.
 
-    A share of right responses varies less than a result that is 0 or 1. If the results are such
-    shares, m is therefore larger than the effective number of problems, G. The difference m - G is
-    an estimate, which is unreliable for few problems and for a mean near 0 or 1. Near 0 or 1, m - G
-    depends only on the few results other than 0 and 1. If m is larger than G, the interval
-    therefore uses G + min(w, (z/t)²) (m - G) in place of m. The weight w is min(1, G min(p, 1 -
-    p)/5), because a normal approximation needs five right and five wrong results. The number t is
-    the quantile of Student's distribution with G - 1 degrees of freedom. If all results are equal,
-    m is set to G. tests/evaluation/test_coverage.py simulates how often the interval contains the
-    true mean.
+    A share of right responses varies less than a result that is 0 or 1. If the results are shares
+    of right responses, m is therefore larger than the effective number of problems, G. The
+    difference m - G is an estimate, which is unreliable for few problems and for a mean near 0 or
+    1. Near 0 or 1, m - G depends only on the few results other than 0 and 1. If m is larger than G,
+    the interval therefore uses G + min(w, (z/t)²) (m - G) in place of m. The weight w is min(1, G
+    min(p, 1 - p)/5), because a normal approximation needs five right and five wrong results. The
+    number t is the quantile of Student's distribution with G - 1 degrees of freedom. If all results
+    are equal, m is set to G. tests/evaluation/test_coverage.py simulates how often the interval
+    contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.

@@ -110,8 +110,8 @@ def _by_prompt(responses: Sequence[Response], samples: int) -> list[Sequence[Res
 
 
 def _numbers(prompts: list[Prompt]) -> list[int]:
-    """Returns the number of each prompt's problem. Problems are numbered from 0 in the order in
-    which they first appear."""
+    """Returns, for each prompt, the number that identifies the prompt's problem. Problems are
+    numbered from 0 in the order in which they first appear."""
     names = [prompt.problem or (prompt.text, prompt.answer) for prompt in prompts]
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return [number[name] for name in names]

@@ -2,9 +2,9 @@
 same answer.
 
 A `Response` is a trajectory without its tokens. Two answers count as the same if their normal forms
-are equal, or if the verifier accepts the later answer against the earlier answer as reference. The
-order of answers is their sample order, so classes do not depend on which response finished first.
-The earliest answer of a class represents the class.
+are equal, or if the verifier accepts the later answer when the earlier answer is the reference.
+Answers are compared in the order of their sample indices, so the classes do not depend on which
+response finished first. The earliest answer of a class represents the class.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Response:
     `sample`: index of the response among all responses to the same prompt.
     `text`: text that the policy wrote, without text of an environment.
     `tokens`: length of the response, including the stop token and the environment's tokens.
-    `answer`: the answer in the verifier's normal form. "": the response has no answer. None: the
-        verifier does not return answers.
+    `answer`: the answer in the verifier's normal form. `answer` is "" if the response has no
+        answer, and None if the verifier does not return answers.
     """
 
     prompt: int
@@ -50,7 +50,7 @@ class Response:
 
     @property
     def right(self) -> bool:
-        """True if the reward is above one half. False if the verifier failed."""
+        """Returns True if the reward is above one half. Returns False if the verifier failed."""
         return (self.reward or 0.0) > 0.5
 
     @classmethod

@@ -113,7 +113,7 @@ def results_of(
 
 def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
     """Returns the figures of one prompt. The entry `majority` is the most frequent answer. If
-    several answers are most frequent, `majority` is the answer among them that appeared first."""
+    several answers have the highest frequency, `majority` is the answer that appeared first."""
     samples, votes = len(answered.responses), answered.votes
     row: dict[str, Any] = {
         "samples": samples,

@@ -2,6 +2,6 @@
 cannot stop the black box.
 
 Only the driver and its workers import `driver_side.py`, which imports torch. No other module of
-this package imports torch, and no module of this package imports Ray. Because of these rules, the
+this package imports torch, and no module of this package imports Ray. Without torch and Ray, the
 watcher and its agents on other nodes are small and start fast.
 """

@@ -55,7 +55,7 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 class _Phase:
     """An open phase. The times `begun`, `entered` and `moved` are in seconds, as read from `clock`.
     When an inner phase ends, its duration is added to `entered` and `moved` of the outer phase. The
-    outer phase is therefore not charged for the time of its inner phases."""
+    time of inner phases therefore does not count as time of the outer phase."""
 
     name: str
     since: float  # seconds since 1970
@@ -146,7 +146,7 @@ class DriverBeats(Sink):
 
     def _between(self) -> None:
         """Records the time between two phases. The time before the first step is not recorded,
-        because weights are loaded then."""
+        because the weights are loaded during that time."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 

@@ -1,4 +1,4 @@
-"""Examines the states, stacks and waits of a run's processes on this node.
+"""Examines a run's processes on this node: their states, their stacks, and what they wait for.
 
 The examination takes bounded time. Information that cannot be read in time is skipped and reported
 as missing.
@@ -58,15 +58,15 @@ WORD = 60  # characters kept of each word of a command line
 
 
 def program() -> str | None:
-    """Returns the path of py-spy. Looks in this Python environment first, and then on PATH. Returns
-    None if py-spy is not installed."""
+    """Returns the path of py-spy. Searches for py-spy first in this Python environment, and then on
+    PATH. Returns None if py-spy is not installed."""
     here = Path(sys.executable).with_name("py-spy")
     return str(here) if here.exists() else shutil.which("py-spy")
 
 
 def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread], str]:
     """Returns the threads of a process, and a note that says why stacks are missing or unreliable.
-    The note is "" if all is well.
+    The note is "" if the stacks are complete and reliable.
 
     py-spy pauses the process for some milliseconds. If py-spy cannot pause the process or has no
     permission to do so, it reads the stacks while the process runs.
@@ -226,7 +226,7 @@ def look(
 
 
 def here() -> str:
-    """Returns the name of this host. In facts about processes on the driver's node, this name
+    """Returns the name of this host. In facts about processes on the driver's node, the host's name
     identifies the node."""
     return socket.gethostname()
 

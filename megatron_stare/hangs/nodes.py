@@ -2,9 +2,9 @@
 the watcher.
 
 The command of an agent is `python -m megatron_stare.hangs.nodes FOLDER NODE`. The run's first
-worker on a node starts the agent as a detached process, so that the agent outlives the worker. The
-agent connects to the watcher, examines the run's processes on its node whenever the watcher asks,
-and ends when the watcher ends.
+worker on a node starts the agent as a detached process, so that the agent outlives the worker. When
+the watcher requests facts, the agent examines the run's processes on its node. The agent ends when
+the watcher ends.
 
 The watcher and the agents send each other JSON objects, one per line. An agent first sends the
 run's token, a random text that the driver chose. The watcher disconnects every client that does not
@@ -106,8 +106,8 @@ class Nodes:
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts, and returns at once a function that collects the answers.
-        The returned function waits for answers, but at most until ANSWER_S seconds after the call
-        of `ask`. The returned function gives the answers, and a reason for each node that did not
+        The returned function stops waiting for answers ANSWER_S seconds after the call of `ask`.
+        The returned function returns the answers, and a reason for each node that did not
         answer."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:

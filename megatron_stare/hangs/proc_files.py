@@ -2,9 +2,9 @@
 never block the reader, whatever the state of the process.
 
 Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. To read one
-of these files, the kernel takes the lock of the process's memory. A page fault that waits for a
-dead file system may hold the lock of a process's memory. Therefore call `command`, `pss_bytes` and
-`stuck_at` only from a thread that can be abandoned.
+of the three exceptions, the kernel takes the lock of the process's memory. A page fault that waits
+for a dead file system may hold the lock of a process's memory. Therefore call `command`,
+`pss_bytes` and `stuck_at` only from a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 def kill(pid: int) -> None:
     """Kills a process and all its descendants. The descendants must die too, because a hanging
-    child would keep inherited sockets open. Peers would then not notice that the parent has
-    ended."""
+    child would keep inherited sockets open. The peers at the other ends of these sockets would then
+    not notice that the parent has ended."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)

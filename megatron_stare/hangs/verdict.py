@@ -205,8 +205,8 @@ def collective(process: ProcessFacts) -> str | None:
 
 
 def main_frames(process: ProcessFacts) -> Sequence[Frame]:
-    """Returns the stack frames of the thread that executes the current call to the process. The
-    innermost frame comes first."""
+    """Returns the stack frames of the thread that executes the call that the process is handling.
+    The innermost frame comes first."""
     threads = [thread for thread in process.threads if thread.frames]
     if not threads:
         return ()

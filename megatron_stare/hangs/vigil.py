@@ -41,8 +41,8 @@ class Vigil:
     starved_s: float = 0.0  # seconds since then that the run waited for a CPU
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Returns True if the run has made no progress for half of the phase's limit. From then on,
-        the caller must measure CPU starvation."""
+        """Returns True if the run has made no progress for half of the phase's limit. After half of
+        the limit has passed without progress, the caller must measure CPU starvation."""
         return (
             beat.limit_s is not None
             and beat.moved == self._moved

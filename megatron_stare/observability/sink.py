@@ -72,7 +72,7 @@ class RunOutline:
 
 
 class Sink:
-    """Records what a run reports. Subclasses override only the methods they need.
+    """Records what a run reports. Subclasses override only the methods that they need.
 
     Sinks are constructed whenever a run is checked, even with `--dry-run`, so a constructor must
     not open any file or connection. A sink opens its files and connections in `start` or `resume`.

@@ -51,7 +51,7 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     Both coefficients are at least 0. The fit cannot separate the two terms if there is only one
     run, or if the runs' ratios `other` / `ideal` differ by less than a factor of `APART`. If the
     terms cannot be separated, `times` is 0. If `times` is above 0, `inverse` is at least `least`.
-    If `times` is 0, `inverse` may be below `least`, which means that the runs were faster than the
+    If `times` is 0, `inverse` can be below `least`, which means that the runs were faster than the
     peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
@@ -160,7 +160,7 @@ def _parts(
 
 def medians(run_dir: Path) -> dict[str, float]:
     """Returns the medians of a run's time and length metrics. The first steps are left out. Raises
-    DataError if too few steps remain."""
+    DataError if too few steps remain after the first steps are left out."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,5 +1,5 @@
-"""Defines the numbers that a plan uses for a GPU: values from its data sheet, with their source,
-and coefficients.
+"""Defines the numbers that a plan uses for a GPU: data-sheet values with their source, and
+coefficients.
 
 Coefficients are numbers that the time model needs but that no data sheet contains. Coefficients are
 assumed, or fitted to a run and stored in a JSON file.
@@ -62,14 +62,15 @@ HOST_LINK = 25e9
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
-    """Returns the GPU of this name. Raises ConfigError, with a suggestion, for an unknown name."""
+    """Returns the GPU with the given name. Raises ConfigError, with a suggestion, for an unknown
+    name."""
     if name not in GPUS:
         raise unknown_name(name, GPUS, where)
     return GPUS[name]
 
 
 def named(name: str) -> Gpu:
-    """Returns the GPU that nvidia-smi calls by this name, such as `NVIDIA H100 80GB HBM3`. Raises
+    """Returns the GPU for a name that nvidia-smi reports, such as `NVIDIA H100 80GB HBM3`. Raises
     ConfigError for an unknown GPU."""
     words = name.replace("-", " ").split()
     for gpu in GPUS.values():
@@ -143,8 +144,8 @@ class Fitted:
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Reads the coefficients that were fitted for a device. If the file contains none for this
-    device, returns the assumed coefficients.
+    """Reads the coefficients that were fitted for a device. If the file contains no coefficients
+    for the device, returns the assumed coefficients.
 
     Raises:
         DataError: `store` did not write the file.

@@ -2,8 +2,8 @@
 process starts.
 
 A limit below the predicted time is an error, because a run of the planned size would time out. The
-error contains the limit and the predicted time. If the kind of GPU is unknown (`plan.gpu`), limits
-are not compared, because the plan has only nominal rates for a CPU.
+error contains the limit and the predicted time. If the kind of GPU is unknown (`plan.gpu`), the
+plan has only the nominal rates of a CPU, so limits are not compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_limits(run: ResolvedRun) -> None:
 
 
 def limits_not_checked(config: Config) -> list[str]:
-    """Returns a list with one line if limits are not compared because the kind of GPU is unknown.
+    """Returns a list with one line if an unknown kind of GPU prevents the comparison of limits.
     Otherwise returns []."""
     if (
         config.plan.enabled
@@ -79,7 +79,7 @@ def limits_not_checked(config: Config) -> list[str]:
 
 def held(run: ResolvedRun) -> Iterator[Held]:
     """Yields each time limit of a run together with the planned time of its work. Yields nothing if
-    the run has no plan."""
+    plans are disabled or the kind of GPU is unknown."""
     config = run.config
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:

@@ -1,11 +1,11 @@
 """Predicts how much memory a GPU needs in each phase of a step. Raises an error before a run starts
 if the GPU has too little memory.
 
-`activation_memory` counts the bytes that a rank keeps from a micro-batch's forward to its backward,
-with or without recomputation. `activation_memory` models layers without Transformer Engine, as they
-run on a CPU: this package's RMSNorm and SwiGLU, and packed attention over groups of equal length.
-Fused kernels keep fewer bytes. Padding within a group adds bytes. tests/megatron/test_recompute.py
-checks that the counts agree with the saved tensors within 1 %.
+`activation_memory` counts the bytes that a rank keeps from a micro-batch's forward pass to its
+backward pass, with or without recomputation. `activation_memory` models layers without Transformer
+Engine, as they run on a CPU: this package's RMSNorm and SwiGLU, and packed attention over groups of
+equal length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
+tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
 `budget` sums the memory of a GPU in each phase. docs/colocation.md lists what is in a GPU's memory
 in each phase. `Fit` builds the ranks of a run on torch's meta device, where tensors have no data,
@@ -409,8 +409,9 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Yields possible changes that reduce the memory of the phases that do not fit. Each change
-        sets one setting, and comes with the changed run. The mildest changes come first."""
+        """Yields possible changes that reduce the memory of the phases that do not fit. Yields each
+        change, which sets one setting, together with the changed run. The mildest changes come
+        first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -435,9 +436,9 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
     Without virtual stages, the schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2).
     With virtual stages, the schedule is megatron-core's interleaved schedule, in which a forward
-    runs through one chunk of a stage. In the interleaved schedule, a stage with l later stages
-    holds the number below after the warm-up. Here p is the number of stages, and c is the number of
-    chunks per stage.
+    runs through one chunk of a stage. In the interleaved schedule, the formula below gives the
+    number of micro-batches that a stage holds after the warm-up. In the formula, l is the number of
+    later stages, p is the number of stages, and c is the number of chunks per stage.
 
         (2 l + (c - 1) p + 1) / c
     """
@@ -448,9 +449,9 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of the logits that the head holds at a time, plus the bytes of the gradient
-    that autograd receives for the head's weight. The head is assumed to compute large logits in
-    chunks, unless `model.head` is 'materialised'."""
+    """Returns the bytes of the logits that the head holds at one time, plus the bytes of the
+    gradient that autograd receives for the head's weight. The head is assumed to compute large
+    logits in chunks, unless `model.head` is 'materialised'."""
     whole, tensor = largest_logits(config, shape), config.parallel.tensor
     rows = shape.padded_vocab(tensor) // tensor
     gradient = rows * shape.hidden * _BYTES[config.model.dtype]

@@ -24,7 +24,7 @@ class PartialFlow:
 
     `rounds`: rounds per step.
     `growing`: number of responses that grow in a round.
-    `continued`: number of responses per step that the previous step cut.
+    `continued`: number of responses per step that were cut at the end of the previous step.
     `carried`: total tokens that the continued responses of a step already contain when the step
         begins.
     `held`: total tokens that the growing responses of a round contain at the end of the round.

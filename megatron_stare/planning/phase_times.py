@@ -79,8 +79,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Returns the number of matrix entries in all layers by which one token is multiplied. The
-    matrices are the projections, the router and the feed-forward part."""
+    """Counts the matrix entries, over all layers, that take part in the computation of one token.
+    The matrices are the projections, the router and the feed-forward part."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -115,7 +115,7 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Returns the lengths that the arguments give. For a missing argument, returns the length
+        """Returns the lengths `prompt` and `response`. A missing length is replaced by the length
         that the configuration expects."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
@@ -162,7 +162,7 @@ class Step:
 
     @property
     def tokens_s_gpu(self) -> float:
-        """Number of prompt and response tokens that are trained on per second and per GPU."""
+        """Training speed: prompt and response tokens of a step, per second and per GPU."""
         return self.tokens / self.seconds / self.gpus
 
     def mfu(self, gpu: Gpu) -> float:

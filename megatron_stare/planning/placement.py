@@ -33,7 +33,7 @@ class Awaited:
     `limit_s`: longest wait, in seconds.
     `on_gpus`: whether the run used GPUs before the restart. A run that used GPUs also waits until
         the cluster has GPUs again.
-    `tell`: prints what the run waits for.
+    `tell`: function that prints what the run waits for.
     """
 
     limit_s: float

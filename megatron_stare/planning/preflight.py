@@ -60,7 +60,8 @@ class Asked:
 
     @property
     def absent(self) -> bool:
-        """True if the model is not on this machine and its published shape is used instead."""
+        """Returns True if the model is not on this machine and the model's published shape is used
+        instead."""
         return self.published and published_shape(self.config.model.path) is not None
 
     @property
@@ -174,7 +175,7 @@ def check_weights(path: str, shape: ModelShape) -> None:
 
 
 def check_checkpoints(config: Config) -> None:
-    """Raises ConfigError if the run could not save the state that a resume needs."""
+    """Raises ConfigError if the run could not save the state that a resumed run needs."""
     if config.optimizer.name == "sgd":
         raise ConfigError(
             "megatron-core cannot save the state of SGD, and every run ends with a checkpoint",

@@ -2,7 +2,7 @@
 and similar layouts that fit into the GPUs' memory.
 
 This module imports torch and Megatron. The command's arguments are therefore added in command.py,
-which imports neither until the command runs.
+which imports torch and Megatron only when the command runs.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Plan:
 
     @property
     def peak(self) -> tuple[int, str, int]:
-        """Pipeline stage, phase and bytes of the highest memory use."""
+        """The pipeline stage and the phase that use most memory, and the bytes that they use."""
         sizes = [
             (s, phase, found.total(phase))
             for s, found in enumerate(self.budgets)
@@ -341,9 +341,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def for_launch(plan: Plan) -> str:
     """Returns the values that a launch script needs, with one name and value per line. The value
-    `nodes` is the number of nodes. The value `grace_s` tells a launch script how many seconds
-    before the run's time limit the run must begin to save its state. Each setting of the layout has
-    its own line, which starts with `layout`.
+    `nodes` is the number of nodes. The value `grace_s` says how many seconds before its time limit
+    the run must begin to save its state. The lines that start with `layout` contain the settings
+    parallel.data and rollout.engines.
 
     `grace_s` includes the time of two steps, because a step with dynamic sampling can take several
     rounds, and then lasts longer than predicted. Raises UserError if the run does not fit into the

@@ -28,7 +28,8 @@ NEAR_ZERO = 0.05  # of P: a G+ above minus this share counts as 0
 class Facts:
     """Means over the first steps of a run.
 
-    `entropy`, `entropy_now`: mean entropy of the first and of the last of these steps, nats.
+    `entropy`, `entropy_now`: mean entropy over the first few and over the last few of the steps,
+        nats.
     `plain`: P, nats per unit step.
     `plus`, `minus`: G+ and G-, nats per unit step and per unit of the weight.
     """

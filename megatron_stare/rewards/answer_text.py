@@ -134,8 +134,8 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two numbers. Two integers must be exactly equal. Otherwise the numbers may differ by
-    1e-6, or by 1e-6 |wanted| if |wanted| is below 1."""
+    """Compares two numbers. Two integers must be exactly equal. If one of the numbers is not an
+    integer, they may differ by at most 1e-6, or by at most 1e-6 |wanted| if |wanted| is below 1."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
@@ -187,8 +187,8 @@ def hedges(text: str) -> bool:
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Returns True if at least one of two answers is a time of day or a number with a base. The two
-    answers must then be compared as text.
+    """Returns True if at least one of two answers is a time of day or a number with a base. A time
+    of day or a number with a base must be compared as text.
 
     math-verify would treat numbers in different bases, and different times of day, as equal.
     """
@@ -217,8 +217,8 @@ def of_another_kind(wanted: str, given: str) -> bool:
 
 
 def _outer_bracket(text: str) -> str:
-    """Returns the opening bracket if one pair of brackets encloses the whole text. Otherwise
-    returns '', for example for (1)(2)."""
+    """Returns the opening bracket if one pair of brackets encloses the whole text. Returns '' for
+    any other text, such as (1)(2)."""
     text = text.replace("\\{", "{").replace("\\}", "}")
     if not text or text[0] not in _PAIRS or text[-1] not in ")]}":
         return ""

@@ -23,8 +23,8 @@ class Box(NamedTuple):
 
 
 def last_box(text: str) -> Box | None:
-    """Returns the last box of a text, or None if the text has no box. The last box is the one that
-    starts last, so of nested boxes it is the innermost.
+    """Returns the last box of a text, or None if the text has no box. The last box is the box that
+    starts last. If one box contains another box, the inner box starts later.
 
     The run time is linear in the length of the text, because braces are counted only from the start
     of the last box.

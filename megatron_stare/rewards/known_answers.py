@@ -1,5 +1,5 @@
 """Tests the verifier of a run before the first step. The user lists answers with the right reward
-of each answer. A pool of verifier processes judges the listed answers."""
+of each answer. A pool of verifier processes grades the listed answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
-    """Opens a pool of verifier processes. Each process first tests the verifier on `KNOWN_ANSWERS`
+    """Starts a pool of verifier processes. Each process first tests the verifier on `KNOWN_ANSWERS`
     of the verifier's module. If `verifier` is the verifier of the run, the pool also tests it on
     the answers in the file `reward.known_answers`.
 

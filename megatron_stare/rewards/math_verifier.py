@@ -92,8 +92,8 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """Compares two LaTeX answers in the same way as `equal`. `deeper` is the number of further
-    times that the answers may be split into parts."""
+    """Compares two LaTeX answers in the same way as `equal`. `deeper` limits how many more times
+    the answers are split into parts."""
     in_words = r"\text" in wanted
     written = wanted, given  # still with the currency signs that `bare` removes
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
@@ -175,8 +175,8 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
 def _same_tuples(
     wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
 ) -> bool:
-    """Compares tuples entry by entry. A tuple of two entries may be an interval, so two such
-    answers are equal only if their brackets are the same."""
+    """Compares tuples entry by entry. Two entries in brackets can mean a tuple or an interval, so
+    two answers with two entries are equal only if their brackets are the same."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -283,8 +283,8 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as one number, because it contains words that are not
-    a unit, or two numbers with a space between them, as in 3 4."""
+    """Returns True if a text must not be read as one number. A text must not be read as one number
+    if it contains words that are not a unit, or two numbers that a space separates, as in 3 4."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 

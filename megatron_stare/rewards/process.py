@@ -46,7 +46,7 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Adds `data` to the stream, and yields every message that is then complete."""
+        """Adds `data` to the stream, and yields every message that `data` completes."""
         self._buffer += data
         start = 0
         while len(self._buffer) >= start + _LENGTH.size:

@@ -65,8 +65,8 @@ class _Desk:
         """Assigns answers to workers and delivers their verdicts, until the task is cancelled.
 
         Wakes up when an answer is added, when a worker sends a message, or when a worker exceeds
-        its time limit. After an error in `_serve`, every waiting or later call of `of` raises this
-        error.
+        its time limit. If `_serve` fails, its error is raised by every waiting or later call of the
+        method `of`.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -119,7 +119,7 @@ class _Desk:
 class Verdicts:
     """Gets the verdicts on the answers of one rollout, and counts the failures.
 
-    Use `async with verdicts(...)` to open and close a Verdicts.
+    Create a Verdicts object by `async with verdicts(...)`.
 
     Args:
         most_failures: number of this rollout's answers that may fail through a timeout or a crash;
@@ -157,8 +157,9 @@ class Verdicts:
     async def of_group(
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> list[Verdict]:
-        """Waits for the verdicts on all responses to a prompt and returns the verdicts; see `of`.
-        If the group fails as a whole, each of its responses counts as a failure."""
+        """Waits for the verdicts on all responses to a prompt and returns the verdicts, as `of`
+        does for one response. If the group fails as a whole, each of its responses counts as a
+        failure."""
         self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
@@ -166,8 +167,9 @@ class Verdicts:
     def given(
         self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
     ) -> Verdict:
-        """Makes a Verdict from a reward that the environment itself gave. Counts the Verdict like a
-        verifier's, and returns it. Raises TooManyFailuresError in the same case as `of`."""
+        """Makes a Verdict from a reward that the environment itself gave. Counts the Verdict in the
+        same way as a verifier's Verdict, and returns the Verdict. Raises TooManyFailuresError under
+        the same condition as the method `of`."""
         self._asked += 1
         return self._take(Verdict(reward, status, detail))
 
@@ -185,8 +187,8 @@ _DESKS: dict[VerifierPool, _Desk] = {}  # by pool, for pools with current rollou
 
 @contextlib.asynccontextmanager
 async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
-    """Opens a Verdicts for the duration of an `async with` block. Several Verdicts can be open in
-    one event loop at the same time.
+    """Creates a Verdicts object for use inside an `async with` block. Several Verdicts objects can
+    be in use in one event loop at the same time.
 
     Raises:
         ValueError: the pool is closed.

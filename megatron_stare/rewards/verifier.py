@@ -6,8 +6,8 @@ be slow, to hang or to raise an error, because `rewards/verifier_pool.py` runs e
 separate processes with a time limit.
 
 The verifier's module may also define:
-- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker grades these responses first, as
-  a test of the verifier.
+- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker first grades the responses of
+  the triples, as a test of the verifier.
 - `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot cover.
 - `answer_start(response) -> int`: the character index where the verifier finds the answer, or -1 if
   the response has no answer in the right format.
@@ -18,9 +18,9 @@ The verifier's module may also define:
 The keyword-only parameters of a verifier are its settings, which the configuration sets, as in
 `{name: my_pkg.verify, tolerance: 0.1}`. Two parameters, `columns` and `responses`, are not
 settings, because the run itself sets them. A keyword-only parameter `columns` receives a dict with
-the columns of the prompt's data row that `data.columns` names. If the first parameter is called
-`responses`, the verifier is called with the list of all responses to a prompt and returns a list of
-rewards.
+columns of the prompt's data row. The setting `data.columns` selects the columns of the dict. If the
+first parameter is called `responses`, the verifier is called with the list of all responses to a
+prompt and returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class WeightedSum:
 
 
 def asked_by(verify: Verifier) -> Asked:
-    """Returns which inputs a verifier needs or accepts, judging by its parameters."""
+    """Derives from a verifier's parameters which inputs the verifier needs or accepts."""
     if isinstance(verify, WeightedSum):
         found = [asked_by(term) for _, term in verify.terms]
         return Asked(
@@ -197,14 +197,14 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """Returns the `answer_start` function of a verifier: its attribute, else the function in its
-    module, else None."""
+    """Returns the `answer_start` function that is an attribute of the verifier or is defined in the
+    verifier's module. Returns None if the verifier has no `answer_start` function."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """Returns the `normal_answer` function of a verifier: its attribute, else the function in its
-    module, else None."""
+    """Returns the `normal_answer` function that is an attribute of the verifier or is defined in
+    the verifier's module. Returns None if the verifier has no `normal_answer` function."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 

@@ -76,8 +76,8 @@ data row."""
 
 @dataclass
 class Answers:
-    """Holds the answers of one caller: all answers, the queue of answers that no worker has
-    received yet, and the verdicts so far."""
+    """Stores all answers of one caller, the queue of answers that no worker has received yet, and
+    the verdicts so far."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
@@ -91,15 +91,15 @@ class Answers:
     def add(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> int:
-        """Adds one item to judge: either one response, or a group of responses that are judged
-        together. Returns the item's number."""
+        """Adds one item for the verifier. An item is either one response, or a group of responses
+        that the verifier judges together. Returns the item's number."""
         number, self.added = self.added, self.added + 1
         self.texts[number] = response, answer, columns
         self.queue.append(number)
         return number
 
     def take(self, item: int) -> Verdict:
-        """Removes a judged item and returns its verdict."""
+        """Removes an item that has a verdict, and returns the verdict."""
         del self.texts[item]
         self.killed.discard(item)
         verdict = self.verdicts.pop(item)
@@ -175,8 +175,8 @@ class VerifierPool:
         answer) or (response, answer, columns).
 
         Waits for the workers, at most `timeout_s` for each answer. An answer that makes its worker
-        hang or crash does not affect other answers. If SIGKILL ends a worker, another worker judges
-        the worker's current answer once more.
+        hang or crash does not affect other answers. If SIGKILL ends a worker, another worker
+        verifies the killed worker's current answer once more.
 
         Any exception, including Ctrl-C, closes the pool, so that no worker goes on judging answers
         for which no caller waits.
@@ -361,8 +361,8 @@ class VerifierPool:
         return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
 
     def _watch(self, slot: _Slot) -> None:
-        """Tells the selector which events of a worker to wait for. Makes no system call if these
-        events have not changed."""
+        """Registers with the selector the events of a worker that the pool waits for. Makes no
+        system call if the events are the same as before."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

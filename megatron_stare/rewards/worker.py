@@ -6,8 +6,9 @@ worker writes one message as soon as the item is judged, in the order of the ite
 contains a list of responses in place of one response is a group. For a group, the worker writes one
 message: a list with one entry for each response. The worker's first message is {"ready": {...}}
 with the inputs that the verifier needs, or {"failed": {...}} if the verifier cannot be loaded.
-Every later message is {"reward": x, "answer_at": n, "answer": text}, {"error": text}, or a list of
-these for a group.
+For a single response, every later message is {"reward": x, "answer_at": n, "answer": text} or
+{"error": text}. For a group, every later message is a list with one reward or error object per
+response.
 
 The verifier runs in the main thread, because signal handlers work only there. A second thread only
 reads messages from the parent. When the parent ends or closes the socket, the second thread kills
@@ -55,7 +56,7 @@ _DETAIL_CHARACTERS = 500
 
 
 def main(verifier: str, fd: int) -> None:
-    """Judges answers until the parent closes its end of the socket `fd`."""
+    """Verifies answers until the parent closes its end of the socket `fd`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # A send fails once the parent is gone, shortly before the reading thread ends the process.
     with (

@@ -118,8 +118,8 @@ NOTHING = Found(False)
 class Condition(ABC):
     """Base class of a kind of condition. `str()` describes the condition for docs/guards.md.
 
-    `metrics`: metric names in order of preference. Most conditions read the first of these metrics
-        that a step contains, but `Above` reads all of them.
+    `metrics`: metric names in order of preference. Most conditions read only the first metric in
+        `metrics` that the step contains, but `Above` reads all metrics in `metrics`.
     """
 
     metrics: tuple[str, ...]
@@ -236,7 +236,8 @@ class _Sides(Window):
     inside the band (0). For a step without a target, records NaN.
 
     Entropy can cross the whole band between two steps before any step was inside the band. The step
-    after the first such crossing is recorded as inside, because a crossing also reaches the target.
+    after the first crossing of the whole band is recorded as inside, because a crossing also
+    reaches the target.
     """
 
     reached = False
@@ -314,7 +315,7 @@ class Spike(Condition):
     `both_ways`: whether a value far below the median also counts as a spike.
     `spreads`, `steps`, `known`: values from the run's settings, which config/fault_sections.py
         describes.
-    `least`: a value counts as a spike above the median only if it is above `least`.
+    `least`: a value above the median counts as a spike only if it is also above `least`.
     """
 
     both_ways: bool = False

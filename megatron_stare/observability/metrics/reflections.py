@@ -62,7 +62,7 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
     """Returns, for each category of words, the share of tokens that belong to one of the category's
     words. `reflection/selected_<category>` is the share among the selected tokens, and
-    `reflection/all_<category>` is the share among all tokens that carry loss.
+    `reflection/all_<category>` is the share among all tokens that the loss counts.
 
     The rules of records/words.py determine which words are found. A token belongs to a word if the
     token contains any of the word's characters. Samples without recorded values per token

@@ -2,8 +2,9 @@
 
 `Watch` determines when alerts begin and end. The monitor uses `Watch` during a run. The command
 `status` applies `Watch` to a run's logged metrics. Some rules can end a run, or roll it back to a
-checkpoint. Before the driver completes a step, it applies the rules that can end or roll back a
-run, with the run's settings (driver/guards.py and driver/agreement_watch.py).
+checkpoint. Before a step is complete, the driver applies the rules that can end or roll back a run.
+Rules that can end or roll back a run use the run's own settings (driver/guards.py and
+driver/agreement_watch.py).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Rule:
     `error`: text of the error that ends the run, or "" if the rule does not end the run. If a rule
         has both an alert and an error, the setting `action` determines which of the two applies.
     `metrics`: metrics that show the problem most directly, or () for the metrics of the condition.
-        Of these metrics, an alert reports the one with the largest value.
+        If there are several metrics, an alert reports the metric with the largest value.
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
     `flag`: metric that is 1 in every step in which the condition held. The driver tests the rule's

@@ -1,8 +1,8 @@
 """Draws line charts over training steps as inline SVG.
 
 Turns metric series of one or more runs into pictures for `page.html.jinja`. Colours are CSS classes
-(c0, c1, ...), so the page's light and dark palettes apply. Each chart carries, as JSON, the numbers
-that the page shows at the mouse pointer.
+(c0, c1, ...), so the page's light and dark palettes apply. Each chart contains, as JSON, the
+numbers that the page shows at the mouse pointer.
 """
 
 from __future__ import annotations

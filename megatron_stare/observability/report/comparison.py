@@ -104,7 +104,7 @@ class _Pair:
     """Difference of a metric between `run` and the first run, over the last third of the steps that
     both runs have.
 
-    Holds the mean and the interval of the difference, the means of both runs, and the number of
+    Contains the mean and the interval of the difference, the means of both runs, and the number of
     steps.
     """
 

@@ -105,9 +105,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Describes each pair of runs that have equal entropy and reward in the first steps, and says
-    for how many steps. Gives a possible reason. The lines of two runs coincide in the charts as
-    long as their values are equal."""
+    """Describes each pair of runs that have equal entropy and reward in the first steps, and states
+    how long entropy and reward stay equal. Gives a possible reason. The lines of two runs coincide
+    in the charts as long as their values are equal."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:

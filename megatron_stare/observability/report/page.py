@@ -74,7 +74,7 @@ TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Writes the report of one run, or of several runs, whose lines are overlaid in the same
+    """Writes the report of one or several runs. The lines of several runs are overlaid in the same
     charts.
 
     Returns:
@@ -303,8 +303,8 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Part]:
-    """Returns the `Part` of every phase of a run. The averages leave out the first step, which
-    includes warm-up, unless the run has no other step."""
+    """Returns the `Part` of every phase of a run. The averages leave out the first step, because
+    the first step includes warm-up. If the run has only one step, the averages use this step."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:

@@ -108,8 +108,8 @@ class Stored:
         in `texts`, place of the response in the block]. The column `numbers` contains the index of
         the response's block in `numbers`, or -1 if the page has no values per token for the
         response.
-    `keys`: one tuple (task, prompt, step, sample) per row. The function `pairs` uses the tuples to
-        find the matching response of another run.
+    `keys`: one tuple (task, prompt, step, sample) per row. The function `pairs` finds the matching
+        response of another run by means of `keys`.
     `texts`, `numbers`: blocks of response texts, and blocks of values per token.
     `reasons`: the reasons why tokens were selected, by step.
     `left_out`: number of responses that do not fit into the page, and number of responses whose
@@ -141,9 +141,10 @@ class _Block:
 def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
-    """Reads a run's training responses, and then its evaluation responses, each oldest first. If
-    the responses exceed the page's size limit, blocks are dropped evenly over the steps of the run.
-    If the rollout files are far larger than the page's size limit, only some of the files are read.
+    """Reads a run's training responses from oldest to newest, and then the run's evaluation
+    responses from oldest to newest. If the responses exceed the page's size limit, blocks are
+    dropped evenly over the steps of the run. If the rollout files are far larger than the page's
+    size limit, only some of the files are read.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -306,8 +307,8 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
-    """Returns all blocks (or files) if they fit into `room`. Otherwise returns the first block and
-    as many evenly spread blocks as fit."""
+    """Returns all blocks (or files) if they fit into `room`. If not all blocks fit, returns the
+    first block and as many evenly spread blocks as fit."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

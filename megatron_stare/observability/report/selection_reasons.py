@@ -32,7 +32,7 @@ class Reasons:
 
     `lines`: sentences about the step.
     `sets`: the reason why a token is in a set of selected tokens, keyed by the set's letter. The
-        field `selected` of a rollout file contains the letters.
+        field `selected` of a rollout file contains the letters of the sets.
     """
 
     lines: tuple[str, ...] = ()

@@ -91,7 +91,7 @@ class Delivered:
     """Records what a service has received.
 
     `id`: the run's name in the service, a random name by default.
-    `starts`: number of times that the run was opened in the service.
+    `starts`: number of times that the run was begun or continued in the service.
     `step`: the newest step that was sent.
     `evaluated`: [step, task] of every evaluation that was sent.
     `redone`: [first, last] of every range of steps that were sent before a resume and repeated

@@ -2,8 +2,8 @@
 directory.
 
 The report, a resumed run and users with `jq` read the record. A resumed run first removes from the
-record all steps after the step from which it resumes. Except for starts.jsonl, the record then
-looks as if the run had never stopped.
+record all steps after the step from which it resumes. After this removal, the record looks as if
+the run had never stopped, except for starts.jsonl.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class JsonlFiles(Sink):
         self._files: dict[str, IO[str]] = {}
 
     def start(self, run: RunOutline) -> None:
-        """Raises DataError if the directory already holds a run's metrics."""
+        """Raises DataError if the directory already contains a run's metrics or evaluations."""
         for path in (run.dir / METRICS_FILE, run.dir / EVAL_FILE):
             if path.exists() and path.stat().st_size:
                 raise DataError(

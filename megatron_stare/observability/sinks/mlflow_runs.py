@@ -87,7 +87,7 @@ class MlflowRuns(Service):
 
 
 def _named(metric: str) -> str:
-    """Renames a metric for MLflow. For example, pass@4 becomes pass_at_4. Every other character
+    """Renames a metric for MLflow. For example, pass@4 becomes pass_at_4. Every character except @
     that MLflow rejects is replaced by `_`."""
     return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
 

@@ -93,7 +93,8 @@ class Service(Sink):
                 )
 
     def abandon(self) -> None:
-        """Kills processes of a hanging service that would otherwise keep this process alive."""
+        """Kills the processes that a hanging service runs on this machine, because they would keep
+        this process alive."""
 
     def _begin(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         self._finished = False

@@ -85,8 +85,8 @@ class Webhook(Sink):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
     def _post_all(self, step: int, bodies: Sequence[bytes], closing: Event) -> None:
-        """Posts all bodies. Raises ConnectionError after the last post if the service did not
-        accept every body."""
+        """Posts all bodies. After the last post, raises ConnectionError if at least one body was
+        not accepted."""
         failed = [said for body in bodies if (said := self._post(body, closing))]
         if failed:
             raise ConnectionError(
@@ -97,8 +97,8 @@ class Webhook(Sink):
         self._delivered.write()
 
     def _post(self, body: bytes, closing: Event) -> str:
-        """Posts a body. Returns "" if the service accepted the body. Otherwise returns the last
-        attempt's error, without the address."""
+        """Posts a body. Returns "" if the service accepted the body. If the service did not accept
+        the body, returns the error of the last attempt, without the address."""
         said = ""
         for attempt in range(self._attempts):
             if attempt:
