@@ -266,10 +266,6 @@ def test_a_method_in_every_layout(name: str, tmp_path: Path) -> None:
     assert all(entry["faults"] == 0 for entry in rows[name].values())
     # the check would be empty where a method selects nothing
     method = re.split("[ ,]", name)[0]
-    selecting = method in ("stare", "stapo_stare", "twenty_entropy", "kl_cov", "grpo")
-    selects = selecting and name not in (
-        "grpo",
-        "grpo with correction and entropy bonus",
-        "twenty_entropy by quantile",
-    )
+    selecting = ("stare", "stare_predictive", "stapo_stare", "twenty_entropy", "kl_cov")
+    selects = method in selecting and name != "twenty_entropy by quantile"
     assert not selects or all(entry["selected"] > 0 for entry in rows[name].values())

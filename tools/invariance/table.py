@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stapo": {"tau_p": 0.05},
     "stapo_stare": {"variant": "C2", "entropy_target": 5.0, "spurious": {"tau_p": 0.05}},
     "stare": {"variant": "C2", "entropy_target": 5.0, "adaptive": True},
+    "stare_predictive": {"entropy_target": 5.0, "amplify": 2.0, "attenuate": 0.5},
 }
 BESIDES = {
     "stare, gate closed": {"name": "stare", "entropy_target": 0.1},
