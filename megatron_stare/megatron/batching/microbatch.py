@@ -114,8 +114,8 @@ class RankBatch:
         ] + self.position
 
     def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
-        """Returns the flat columns of this rank's response positions. `Method.judge` must have run
-        on the batch before, because it sets the advantages.
+        """Returns the flat columns of this rank's response positions. Before this call,
+        `Method.judge` must have set the batch's advantages.
 
         Args:
             log_prob: [N] from the log-prob pass.
@@ -160,8 +160,8 @@ class RankBatch:
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """Returns the flat columns of the rank's N response positions. The loss mask and the counts
-        cover only mini-batch `number`.
+        """Returns the flat columns of the rank's N response positions. The masks, the number of
+        samples and their loss lengths cover only the mini-batch with index `number`.
 
         Args:
             tokens: from `token_batch`.
@@ -200,8 +200,8 @@ def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
     """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
-    micro-batch's response positions. The three rows of this tensor are the sample, the place in the
-    response, and the index in the share's response columns."""
+    micro-batch's response positions. The three rows of the tensor give each position's sample, its
+    place in the response, and its index in the share's response columns."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])

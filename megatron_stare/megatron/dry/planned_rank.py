@@ -1,15 +1,15 @@
 """Finds a rank's tensors and their sizes in bytes by building the rank on the meta device, without
 data.
 
-`plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds every rank
-itself, and derives none from another rank by symmetry.
+`plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds the requested
+rank, and does not derive it from another rank by symmetry.
 
 `build_parts` builds one layer of each kind, the embedding and the head of a model. From the parts
 that `build_parts` built, `stage_bytes` computes the bytes of ranks in many layouts. All layers of a
 model are alike, except that leading dense layers differ from layers with experts. Every rank holds
 some layers. A rank of the first stage also holds the embedding, and a rank of the last stage also
-holds the final norm and the output layer. The tensors of one layer of each kind, of the embedding
-and of the head therefore determine the tensors of every rank. How a layer is cut depends only on
+holds the final norm and the output layer. The tensors of the embedding, of the head and of one
+layer of each kind therefore determine the tensors of every rank. How a layer is cut depends only on
 the numbers of tensor-parallel and expert-parallel ranks. With these two numbers fixed, one build
 suffices for all pipeline, data and context sizes. The test tests/megatron/test_planned_parts.py
 checks that the result of `stage_bytes` equals the bytes of whole ranks exactly.
