@@ -390,9 +390,9 @@ class Trainer:
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the TokenNumbers of the watched samples, from the updates on the last batch. Only
-        one rank of each tensor-parallel group of the last stage returns TokenNumbers. All other
-        ranks return an empty list."""
+        """Returns the TokenNumbers of the watched samples, from the first epoch of updates on the
+        last batch. Only one rank of each tensor-parallel group of the last stage returns
+        TokenNumbers. All other ranks return an empty list."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -507,8 +507,8 @@ class Trainer:
         return self._export.own()
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Writes this rank's tensors, which `own_tensors` returned, into their files. All ranks
-        must call `write_tensors` after `own_tensors`.
+        """Writes this rank's tensors, as listed by `own_tensors`, into their files. All ranks must
+        call `write_tensors` after `own_tensors`.
 
         Raises:
             UserError: the tensors cannot be written.

@@ -23,8 +23,8 @@ class TokenNumbers:
 
     In the part that one rank makes, `sample` and `position` locate each row's token in the rollout
     batch. In the TokenNumbers of a trajectory, every column has a row for each of the trajectory's
-    n tokens. Tokens outside the loss mask have rows of NaN in float columns and of 0 in integer
-    columns.
+    n tokens. For tokens outside the loss mask, float columns contain NaN, and integer columns
+    except `sample` and `position` contain 0.
     """
 
     sample: Tensor  # [m] int64, of the whole batch

@@ -67,12 +67,12 @@ class RankBatch:
     """One rank's share of a rollout batch, cut into micro-batches according to a MicroBatchPlan.
     The micro-batches stay on the host until the model needs them.
 
-    index, sequence, position: [N] int64 each, with one entry for every response position of this
-        rank. For each response position, `index` is its index among the whole batch's response
-        positions, `sequence` is the index of its sample, and `position` is its place in the
-        response.
-    held: [N] int64, with one entry for every response position of this rank. Each entry is the
-        response position's index in the share's response columns, such as `rollout_log_probs`.
+    The following tensors are [N] int64, with one entry for every response position of this rank.
+
+    `index`: the position's index among the response positions of the whole batch.
+    `sequence`: the index of the position's sample.
+    `position`: the position's place in the response.
+    `held`: the position's index in the share's response columns, such as `rollout_log_probs`.
 
     Args:
         share: share of data-parallel rank `dp_rank`.
@@ -161,7 +161,7 @@ class RankBatch:
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
         """Returns the flat columns of the rank's N response positions. The masks, the number of
-        samples and their loss lengths cover only the mini-batch with index `number`.
+        samples and the samples' loss lengths cover only the mini-batch with index `number`.
 
         Args:
             tokens: from `token_batch`.

@@ -119,7 +119,7 @@ class WholeSequences(SequenceLayout):
     Megatron cuts a micro-batch's positions into one part per tensor-parallel rank, after the
     embedding.
 
-    `packed`: whether sequences are laid end to end in one row. If False, each sequence has its own
+    `packed`: whether sequences are laid end to end in one row; if False, each sequence has its own
         row, padded on the right.
     `cut`: whether sequence parallelism is on.
     `multiple`: each micro-batch is padded until its number of positions is a multiple of this
@@ -190,7 +190,8 @@ class SplitSequences(WholeSequences):
     context-parallel ranks and cut into chunks. Each rank feeds two chunks of a sequence to its
     model, and attention exchanges keys and values between the ranks.
 
-    data_group: group of the ranks that hold other data or other chunks of the sequences.
+    `data_group`: group of the ranks that hold different sequences, or different chunks of the same
+        sequences.
     `place`: decides which chunks of a sequence this rank of `context_group` holds.
     """
 

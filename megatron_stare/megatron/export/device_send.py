@@ -157,7 +157,7 @@ class _Carried:
 
     def hand(self, bucket: Bucket) -> None:
         """Passes a bucket's handles to the engine. After the next call of `meet`, all ranks know
-        that the engine no longer needs the previous bucket."""
+        that the engine has received the previous bucket."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

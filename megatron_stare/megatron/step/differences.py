@@ -65,8 +65,8 @@ class Compared:
         )
 
     def summary(self, group: ProcessGroup | None) -> LogProbDifference:
-        """Summarises the tokens of all ranks of `group`. All ranks of `group` must call `summary`
-        together."""
+        """Summarises the log-prob differences of the tokens on all ranks of `group`. All ranks of
+        `group` must call `summary` together."""
         size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
         ranges = {
             first: (self.positions >= first) & (self.positions < end)

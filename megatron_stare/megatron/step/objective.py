@@ -116,7 +116,7 @@ class Objective:
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
         """Returns the statistics requests for the update's metrics, keyed by metric name. The
-        requests use the tensors that `loss` logged on this rank, and their answers cover all
+        requests use the tensors that `loss` logged on this rank, and the answers cover all
         ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {

@@ -1,9 +1,9 @@
 """Computes two sums for each tensor of a run's state, over the part that this rank holds. The sums
 show whether a checkpoint restored the whole state.
 
-The log-probs of a canary batch verify the weights, but not the optimizer. A lost optimizer state
-raises no error and shows only in later steps. Added up over all ranks, the sums are the same in
-every layout, up to rounding in float64.
+The log-probs of a canary batch verify the weights, but not the optimizer. An optimizer state that
+was not restored raises no error and shows only in later steps. Added up over all ranks, the sums
+are the same in every layout, up to rounding in float64.
 """
 
 from __future__ import annotations
