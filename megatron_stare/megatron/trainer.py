@@ -283,10 +283,10 @@ class Trainer:
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
         """Compares the trainer's log-probs of any batch, at any temperature, with the log-probs of
-        several engines, [engines, whole batch]; see `compare`.
+        several engines; see `compare`.
 
-        The engines' log-probs must be in canonical order. `compare_with` leaves the trainer's last
-        batch unchanged.
+        The engines' log-probs, [engines, whole batch], must be in canonical order. `compare_with`
+        leaves the trainer's last batch unchanged.
         """
         batch = self._batch_of(share, plan)
         log_prob = self._log_probs(batch, temperature)
@@ -318,8 +318,8 @@ class Trainer:
         return found if self.policy.layout.is_reporting_rank else None
 
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the rollout batch, and the method's state for this
-        step from the state of the previous step."""
+        """Computes the method's statistics over the rollout batch. Also computes the method's state
+        for this step from the state of the previous step."""
         self.step.measure(state)
 
     def update(
@@ -381,8 +381,8 @@ class Trainer:
         """Returns two tensors for this rank's N response tokens in the last batch: their indices
         and their log-probs. The indices number the response tokens in the batch's canonical order.
 
-        Only one rank of each tensor-parallel group of the last stage returns these tensors. All
-        other ranks return None.
+        Only one rank of each tensor-parallel group of the last stage returns indices and log-probs.
+        All other ranks return None.
         """
         measured = self.step.measured
         if measured is None or self.policy.layout.tp_rank != 0:

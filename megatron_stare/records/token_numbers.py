@@ -1,5 +1,5 @@
-"""Defines per-token values that the trainer computes for a few responses. The values are shown to
-people who read these responses. Torch is the only library that this module imports.
+"""Defines per-token values that the trainer computes for a few responses. The per-token values are
+shown to people who read the responses. Torch is the only library that this module imports.
 
 Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
 (`megatron/step/diagnostics.py`). The TokenNumbers of one rank is called a part. The driver joins

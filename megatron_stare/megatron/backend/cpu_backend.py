@@ -59,10 +59,10 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """Redirects torch calls that request a CUDA device to this rank's device. `device="cuda"` means
-    this rank's device, and `.cuda()` returns the tensor itself. Requests for pinned memory are
-    ignored. `.type()` returns the name of the CUDA type, e.g. torch.cuda.FloatTensor, because
-    optimizers look for this name."""
+    """Redirects torch calls that request a CUDA device to this rank's device. Inside this mode,
+    `device="cuda"` means this rank's device, and `.cuda()` returns the tensor itself. Requests for
+    pinned memory are ignored. `.type()` returns the name of the CUDA type, e.g.
+    torch.cuda.FloatTensor, because optimizers look for this name."""
 
     def __torch_function__(
         self,
@@ -151,7 +151,7 @@ def cpu_backend() -> Iterator[None]:
 
 def backend() -> contextlib.AbstractContextManager[None]:
     """Returns the context manager for calls into Megatron. If this rank uses CUDA, the context
-    manager does nothing. Otherwise, it replaces Megatron's CUDA calls."""
+    manager does nothing; otherwise, it replaces Megatron's CUDA calls."""
     return contextlib.nullcontext() if uses_cuda() else cpu_backend()
 
 

@@ -41,8 +41,8 @@ class SharedColumns:
 
     `fed`: [k] int64 columns that are fed to the model, ascending.
     `stands`: [s] int64 indices into `fed`, one for every column of the packed row. For a column
-        that is fed, the entry is its own index in `fed`. For a column that is not fed, the entry is
-        the index in `fed` of the same token's copy in another sample.
+        that is fed, the entry is the column's own index in `fed`. For a column that is not fed, the
+        entry is the index in `fed` of the same token's copy in another sample.
     """
 
     fed: Tensor

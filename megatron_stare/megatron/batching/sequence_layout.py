@@ -57,7 +57,7 @@ class Grid:
 
 class SequenceLayout(ABC):
     """Assigns the tokens of sequences to positions and ranks. Micro-batches, the output layer and
-    the reductions over ranks use this layout.
+    the reductions over ranks use a SequenceLayout.
 
     The layout records the sample and the token of every position. Targets, masks and places in the
     batch's canonical order are looked up by sample and token, so sequences can be split in any way.

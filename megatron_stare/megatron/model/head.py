@@ -46,9 +46,9 @@ class HeadChoice:
 def choose_head(
     coupling: Literal["token", "sequence"], logits_bytes: int, free_bytes: int
 ) -> HeadChoice:
-    """Chooses to compute all logits at once if they fit in memory, and in chunks otherwise. If
-    chunks are used and a token's loss depends on the log-probs of other tokens, backward computes
-    the logits a second time.
+    """Chooses the mode: all logits together if they fit in memory, otherwise in chunks. If chunks
+    are used and a token's loss depends on the log-probs of other tokens, backward computes the
+    logits a second time.
 
     Args:
         coupling: coupling of the method's loss; see algorithms/method.py.

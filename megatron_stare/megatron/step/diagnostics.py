@@ -122,8 +122,8 @@ def measured_change(
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
     """Returns `forecast/measured_change` in nats. The metric is the mean entropy of the batch's
-    tokens under the current weights minus their mean entropy in the log-prob pass. Runs a forward
-    pass, so all ranks must call this function together.
+    tokens under the current weights, minus the mean entropy of the same tokens in the log-prob
+    pass. Runs a forward pass, so all ranks must call this function together.
 
     Args:
         tokens: tokens before the step, or None on all pipeline stages but the last. Without tokens,

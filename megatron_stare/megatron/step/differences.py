@@ -30,8 +30,8 @@ UNLIKELY = math.log(1e-3)
 
 @dataclass(frozen=True)
 class Compared:
-    """Holds, for each of this rank's tokens, the engine's log-prob minus the trainer's log-prob, in
-    nats, and the properties by which tokens are grouped.
+    """Holds the difference "engine's log-prob minus trainer's log-prob", in nats, of each of this
+    rank's tokens, and the properties by which tokens are grouped.
 
     `versions`: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.

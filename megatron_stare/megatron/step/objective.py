@@ -100,7 +100,7 @@ class Objective:
         return tokens
 
     def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns [N] int8: the result of `Method.selected` at the positions of these
+        """Returns [N] int8: the result of `Method.selected` at the positions of the given
         micro-batches, and 0 at other positions. Uses the log-probs of the log-prob pass."""
         found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
         for micro in micro_batches:

@@ -39,9 +39,9 @@ class Sender(Protocol):
         the handle. This method may also be called outside the sender's turn."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket. After this call, the bucket's memory belongs to the sender.
-        Before it starts, this method waits until the previous bucket is sent, and raises the error
-        if sending that bucket failed.
+        """Starts to send a bucket. After this call, the bucket's memory belongs to the sender. This
+        method first waits until the previous bucket is sent, and raises the error if sending that
+        bucket failed.
 
         Args:
             handles: one handle for each rank of the engine, if the engine opens memory on its
