@@ -283,10 +283,10 @@ class Trainer:
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
         """Compares the trainer's log-probs of any batch, at any temperature, with the log-probs of
-        several engines, [engines, whole batch]; see `compare`.
+        several engines; see `compare`.
 
-        The engines' log-probs must be in canonical order. `compare_with` leaves the trainer's last
-        batch unchanged.
+        The engines' log-probs, [engines, whole batch], must be in canonical order. `compare_with`
+        leaves the trainer's last batch unchanged.
         """
         batch = self._batch_of(share, plan)
         log_prob = self._log_probs(batch, temperature)
@@ -318,8 +318,8 @@ class Trainer:
         return found if self.policy.layout.is_reporting_rank else None
 
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the rollout batch, and the method's state for this
-        step from the state of the previous step."""
+        """Computes the method's statistics over the rollout batch. Also computes the method's state
+        for this step from the state of the previous step."""
         self.step.measure(state)
 
     def update(
@@ -381,8 +381,8 @@ class Trainer:
         """Returns two tensors for this rank's N response tokens in the last batch: their indices
         and their log-probs. The indices number the response tokens in the batch's canonical order.
 
-        Only one rank of each tensor-parallel group of the last stage returns these tensors. All
-        other ranks return None.
+        Only one rank of each tensor-parallel group of the last stage returns indices and log-probs.
+        All other ranks return None.
         """
         measured = self.step.measured
         if measured is None or self.policy.layout.tp_rank != 0:
@@ -390,9 +390,9 @@ class Trainer:
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the TokenNumbers of the watched samples, from the updates on the last batch. Only
-        one rank of each tensor-parallel group of the last stage returns TokenNumbers. All other
-        ranks return an empty list."""
+        """Returns the TokenNumbers of the watched samples, from the first epoch of updates on the
+        last batch. Only one rank of each tensor-parallel group of the last stage returns
+        TokenNumbers. All other ranks return an empty list."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -507,8 +507,8 @@ class Trainer:
         return self._export.own()
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Writes this rank's tensors, which `own_tensors` returned, into their files. All ranks
-        must call `write_tensors` after `own_tensors`.
+        """Writes this rank's tensors, as listed by `own_tensors`, into their files. All ranks must
+        call `write_tensors` after `own_tensors`.
 
         Raises:
             UserError: the tensors cannot be written.

@@ -91,8 +91,8 @@ class TokenBatch:
     all responses of a rollout batch, a mini-batch or a micro-batch.
 
     In the training pass, `log_prob` and `current_entropy` carry a gradient. All other columns are
-    detached. `index` is the number of each response position in the canonical order of the whole
-    batch. Because ties are broken by `index`, the result is the same in every layout.
+    detached. `index` numbers the response positions in the canonical order of the whole batch.
+    Because ties are broken by `index`, the result is the same in every layout.
     """
 
     log_prob: Tensor  # [N] under the current policy, nats
@@ -143,8 +143,8 @@ class TokenBatch:
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] detached log-prob by which a method selects tokens. Every micro-batch uses the same
-        values as the statistics of the whole batch."""
+        """[N] detached log-prob by which a method selects tokens. A micro-batch uses the same
+        values from which the statistics of the whole batch were computed."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 

@@ -39,11 +39,11 @@ class Quantile:
     """Request for the q-quantile of `x`, converted to float32, over the positions in `mask`. The
     quantile is NaN if no position is in `mask`.
 
-    The quantile is at position (n - 1) q of the n sorted values. If this position is between two
-    values, `interpolation` determines the quantile in the same way as in numpy. The interpolation
-    'nearest' rounds a position halfway between two values to the even position. Callers must
-    convert `x` to float32 before they compare `x` with the quantile. Without the conversion, the
-    value at the quantile's own position may be smaller than the quantile.
+    The quantile is at position (n - 1) q of the n sorted values. If the quantile's position is
+    between two values, `interpolation` determines the quantile in the same way as in numpy. The
+    interpolation 'nearest' rounds a position halfway between two values to the even position.
+    Callers must convert `x` to float32 before they compare `x` with the quantile. Without the
+    conversion, the value at the quantile's own position can be smaller than the quantile.
     """
 
     x: Tensor  # [N]
@@ -54,8 +54,8 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """Request for the float64 sums of `x` over the positions in `mask`, one sum for each of
-    [number] segments. The sum of a segment without positions in `mask` is 0."""
+    """Request for the float64 sum of `x` over the positions in `mask`, separately for each of
+    `number` segments. The sum of a segment without positions in `mask` is 0."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)
@@ -136,9 +136,9 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
     are unique.
 
     The high 32 bits contain the float32 value of `x` as an integer that sorts in the same order. To
-    keep this order, the bits of negative numbers are complemented. The low 32 bits contain the
-    complement of `index`. If two values of `x` are equal, the value with the lower index therefore
-    has the larger key.
+    keep the order of `x`, all bits of a negative number except the sign bit are complemented. The
+    low 32 bits contain the complement of `index`. If two values of `x` are equal, the value with
+    the lower index therefore has the larger key.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
     # int32 values in the order of the floats

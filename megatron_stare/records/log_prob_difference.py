@@ -14,7 +14,7 @@ class Sizes:
 
     `not_numbers`: the number of NaN differences.
     `largest_number`, `mean_number`: the largest and the mean of the differences that are not NaN.
-        Both are 0 if all differences are NaN.
+        If all differences are NaN, `largest_number` and `mean_number` are 0.
     """
 
     tokens: int

@@ -277,8 +277,8 @@ class RankShare(_Columns):
     """Share of a rollout batch for one data-parallel rank.
 
     Columns with one entry per token contain only the rank's own branches. Columns with one number
-    per sample or per branch cover the whole batch, because counts, groups and canonical numbers
-    refer to the whole batch.
+    per sample or per branch cover the whole batch, because counts, prompt groups and canonical
+    indices refer to the whole batch.
     """
 
     own: Tensor  # [s] int64, ascending, numbers of the rank's own branches among the S

@@ -1,5 +1,5 @@
-"""Defines per-token values that the trainer computes for a few responses. The values are shown to
-people who read these responses. Torch is the only library that this module imports.
+"""Defines per-token values that the trainer computes for a few responses. The per-token values are
+shown to people who read the responses. Torch is the only library that this module imports.
 
 Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
 (`megatron/step/diagnostics.py`). The TokenNumbers of one rank is called a part. The driver joins
@@ -23,8 +23,8 @@ class TokenNumbers:
 
     In the part that one rank makes, `sample` and `position` locate each row's token in the rollout
     batch. In the TokenNumbers of a trajectory, every column has a row for each of the trajectory's
-    n tokens. Tokens outside the loss mask have rows of NaN in float columns and of 0 in integer
-    columns.
+    n tokens. For tokens outside the loss mask, float columns contain NaN, and integer columns
+    except `sample` and `position` contain 0.
     """
 
     sample: Tensor  # [m] int64, of the whole batch

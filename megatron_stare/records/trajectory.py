@@ -45,7 +45,7 @@ class Branch:
 
 @dataclass
 class Trajectory:
-    """Response that an environment produced for a prompt, and the reward that the verifier gave.
+    """Response that an environment produced for a prompt, and the reward of this response.
 
     The environment sets loss_mask, which marks the tokens that carry loss. The loss, the quantiles,
     the gate, the counts and the forecast use only the tokens that loss_mask marks.

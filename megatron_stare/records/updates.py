@@ -101,9 +101,9 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
     For a metric that is a maximum, the result is the maximum over the updates. Counts of tokens are
     summed. Any other metric is averaged over the updates that report the metric. Only the first
-    update reports the metrics of the rollout batch. An average leaves out updates on empty
-    mini-batches and updates whose scaled gradient overflowed, if at least one other update reports
-    the metric.
+    update reports the metrics of the rollout batch. If at least one other update reports the
+    metric, an average leaves out updates on empty mini-batches and updates whose scaled gradient
+    overflowed.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite
@@ -139,8 +139,8 @@ def skipped_after(
 ) -> int:
     """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
     is the number of consecutive non-finite updates before the training step. Empty mini-batches and
-    overflows neither increase nor reset this number. An empty mini-batch has no gradient, and an
-    overflow only requires a smaller loss scale.
+    overflows neither increase nor reset the number of non-finite updates. An empty mini-batch has
+    no gradient, and an overflow only requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

@@ -1,5 +1,5 @@
-"""Lets unpatched megatron-core run on a machine without CUDA. Also lets megatron-core build models
-on the meta device, where tensors have no data, on any machine.
+"""Lets unpatched megatron-core run on a machine without CUDA. On any machine, also lets
+megatron-core build models on the meta device, where tensors have no data.
 
 The context manager `cpu_backend` replaces the CUDA calls in the parts of megatron-core that this
 project uses, and restores them on exit. Without CUDA, every call into Megatron runs inside
@@ -59,10 +59,10 @@ def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> I
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """Makes torch calls that ask for a CUDA device use this rank's device. `device="cuda"` means
-    this rank's device, and `.cuda()` returns the tensor itself. Requests for pinned memory are
-    ignored. `.type()` returns the name of the CUDA type, e.g. torch.cuda.FloatTensor, because
-    optimizers look for this name."""
+    """Redirects torch calls that request a CUDA device to this rank's device. Inside this mode,
+    `device="cuda"` means this rank's device, and `.cuda()` returns the tensor itself. Requests for
+    pinned memory are ignored. `.type()` returns the name of the CUDA type, e.g.
+    torch.cuda.FloatTensor, because optimizers look for this name."""
 
     def __torch_function__(
         self,
@@ -150,8 +150,8 @@ def cpu_backend() -> Iterator[None]:
 
 
 def backend() -> contextlib.AbstractContextManager[None]:
-    """Returns the context manager for calls into Megatron. The context manager does nothing if this
-    rank uses CUDA, and makes the CPU substitutions otherwise."""
+    """Returns the context manager for calls into Megatron. If this rank uses CUDA, the context
+    manager does nothing; otherwise, it replaces Megatron's CUDA calls."""
     return contextlib.nullcontext() if uses_cuda() else cpu_backend()
 
 

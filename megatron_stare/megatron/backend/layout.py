@@ -100,8 +100,8 @@ def _meeting_store(
     init_method: str, rank: int, world: int, limit: datetime.timedelta
 ) -> dist.Store | None:
     """Returns the TCPStore through which the ranks connect, if the address starts with tcp://. Rank
-    0 serves this store on the port that rank 0 has reserved. Returns None for any other address,
-    because torch then creates the store itself."""
+    0 serves the TCPStore on the port that rank 0 has reserved. Returns None for addresses without
+    tcp://, because torch then creates the store itself."""
     place = init_method.removeprefix("tcp://")
     if place == init_method:
         return None

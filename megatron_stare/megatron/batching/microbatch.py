@@ -67,12 +67,12 @@ class RankBatch:
     """One rank's share of a rollout batch, cut into micro-batches according to a MicroBatchPlan.
     The micro-batches stay on the host until the model needs them.
 
-    index, sequence, position: [N] int64 each, with one entry for every response position of this
-        rank. For each response position, `index` is its index among the whole batch's response
-        positions, `sequence` is the index of its sample, and `position` is its place in the
-        response.
-    held: [N] int64, with one entry for every response position of this rank. Each entry is the
-        response position's index in the share's response columns, such as `rollout_log_probs`.
+    The following tensors are [N] int64, with one entry for every response position of this rank.
+
+    `index`: the position's index among the response positions of the whole batch.
+    `sequence`: the index of the position's sample.
+    `position`: the position's place in the response.
+    `held`: the position's index in the share's response columns, such as `rollout_log_probs`.
 
     Args:
         share: share of data-parallel rank `dp_rank`.
@@ -114,8 +114,8 @@ class RankBatch:
         ] + self.position
 
     def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
-        """Returns the flat columns of this rank's response positions. `Method.judge` must have run
-        on the batch before, because it sets the advantages.
+        """Returns the flat columns of this rank's response positions. Before this call,
+        `Method.judge` must have set the batch's advantages.
 
         Args:
             log_prob: [N] from the log-prob pass.
@@ -160,8 +160,8 @@ class RankBatch:
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """Returns the flat columns of the rank's N response positions. The loss mask and the counts
-        cover only mini-batch `number`.
+        """Returns the flat columns of the rank's N response positions. The masks, the number of
+        samples and the samples' loss lengths cover only the mini-batch with index `number`.
 
         Args:
             tokens: from `token_batch`.
@@ -200,8 +200,8 @@ def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
     """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
-    micro-batch's response positions. The three rows of this tensor are the sample, the place in the
-    response, and the index in the share's response columns."""
+    micro-batch's response positions. The three rows of the tensor give each position's sample, its
+    place in the response, and its index in the share's response columns."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])

@@ -7,8 +7,8 @@ same hidden states. Only attention repeats the prompt's queries, keys and values
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
 results back. In backward, `Spread` copies gradients in the same way. If a token was copied to
-several places, backward sums the gradients of these places. Plain tensor indexing would instead add
-gradients row by row to a tensor of zeros in backward.
+several places, backward sums the gradients of these places. In backward, plain tensor indexing
+would instead add gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, a rank holds m positions of the longest sequence and
@@ -41,8 +41,8 @@ class SharedColumns:
 
     `fed`: [k] int64 columns that are fed to the model, ascending.
     `stands`: [s] int64 indices into `fed`, one for every column of the packed row. For a column
-        that is fed, the entry is its own index in `fed`. For a column that is not fed, the entry is
-        the index of the fed copy of the same token, in another sample.
+        that is fed, the entry is the column's own index in `fed`. For a column that is not fed, the
+        entry is the index in `fed` of the same token's copy in another sample.
     """
 
     fed: Tensor

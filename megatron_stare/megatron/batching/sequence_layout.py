@@ -33,8 +33,8 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 @dataclass(frozen=True)
 class Grid:
-    """Records which token of which sample each position of a micro-batch holds. `sample` [b, s] is
-    -1 at padding. `token` [b, s] counts the tokens of each sample from 0.
+    """Records the sample and the token at each position of a micro-batch. `sample` [b, s] is -1 at
+    padding. `token` [b, s] is the index of a position's token in its sample, counted from 0.
 
     `shared`: the columns to feed to the model if a packed row repeats prompts, or None to feed all
     positions.
@@ -56,8 +56,8 @@ class Grid:
 
 
 class SequenceLayout(ABC):
-    """Layout of sequences over positions and ranks. Micro-batches, the output layer and the
-    reductions over ranks use this layout.
+    """Assigns the tokens of sequences to positions and ranks. Micro-batches, the output layer and
+    the reductions over ranks use a SequenceLayout.
 
     The layout records the sample and the token of every position. Targets, masks and places in the
     batch's canonical order are looked up by sample and token, so sequences can be split in any way.
@@ -119,17 +119,15 @@ class WholeSequences(SequenceLayout):
     Megatron cuts a micro-batch's positions into one part per tensor-parallel rank, after the
     embedding.
 
-    `packed`: whether sequences are laid end to end in one row. If not, each sequence has its own
-        row,
-    padded on the right.
+    `packed`: whether sequences are laid end to end in one row; if False, each sequence has its own
+        row, padded on the right.
     `cut`: whether sequence parallelism is on.
     `multiple`: each micro-batch is padded until its number of positions is a multiple of this
-        value,
-    so that the positions can be cut into parts.
+        value, so that the positions can be cut into parts.
     `each`: each packed sequence is padded until its length is a multiple of this value.
     `uniform`: whether all micro-batches are padded to the shape of the largest micro-batch.
-    `share_prompts`: whether a prompt that several responses of a micro-batch share is fed to the
-        model only once.
+    `share_prompts`: whether the model is fed a prompt only once if several responses of a
+        micro-batch share the prompt.
     """
 
     packed: bool = False
@@ -192,7 +190,8 @@ class SplitSequences(WholeSequences):
     context-parallel ranks and cut into chunks. Each rank feeds two chunks of a sequence to its
     model, and attention exchanges keys and values between the ranks.
 
-    data_group: group of the ranks that hold other data or other chunks of the sequences.
+    `data_group`: group of the ranks that hold different sequences, or different chunks of the same
+        sequences.
     `place`: decides which chunks of a sequence this rank of `context_group` holds.
     """
 
@@ -245,9 +244,9 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
-    """Lays out all samples end to end in one row, and pads each sample to a multiple of `each`. If
-    the length of the row is then no multiple of `multiple`, a separate sequence of padding is added
-    at the end of the row."""
+    """Lays out all samples end to end in one row, and pads each sample until its length is a
+    multiple of `each`. If `multiple` does not divide the length of the row, a separate sequence of
+    padding is added at the end of the row."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

@@ -1,10 +1,10 @@
 """Writes a checkpoint while training continues. `BackgroundSave` stages the checkpoint and forks
 writer processes, and its method `finish` completes the checkpoint.
 
-Each writer process is forked from its rank, and sees the rank's memory as it was at the fork.
-Because a fork copies memory on write, memory that training does not change is not copied. Data on a
-GPU, or in host memory that parent and fork share, is copied before the fork. Writers die with their
-rank.
+Each writer process is forked from its rank, and sees the rank's memory as it was at the fork. A
+fork copies memory on write, so only the memory that training changes is copied. Data on a GPU is
+copied before the fork, and so is host memory that the rank and its writers share. Writers die with
+their rank.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Saver:
     ) -> BackgroundSave:
         """Begins to write the checkpoint into `folder`, which must exist and be empty. Training may
         change the state as soon as `begin` returns. After all ranks have finished the save, the
-        caller makes the folder visible. All ranks must call `begin`.
+        caller renames the folder to its final name. All ranks must call `begin`.
 
         Args:
             reference: model chunks of a reference policy that the run refreshes. A fixed reference
@@ -171,11 +171,11 @@ def _as_its_own(shared: SharedMappings, part: Any) -> Any:
     """Protects a part in host memory against later changes, so that forked writers save its current
     values. Returns the part to save.
 
-    Ordinary memory is not copied here, because a fork copies ordinary memory on write. For ordinary
-    memory, the returned part is a tensor of exactly the part's size over the same memory, because
-    Megatron would copy a view of a larger tensor. Memory that parent and fork share is copied, and
-    so is pinned memory, which CUDA maps. Without these copies, writers would see the next step's
-    values.
+    Ordinary memory is not copied here, because a fork copies ordinary memory on write. A part in
+    ordinary memory is returned as a tensor that uses the same memory and has exactly the part's
+    size. Megatron would copy a part that is a view of a larger tensor. Memory that the rank and its
+    writers share is copied, and so is pinned memory, which CUDA maps. Without the copies of shared
+    and pinned memory, writers would see the next step's values.
     """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part

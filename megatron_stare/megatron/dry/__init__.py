@@ -1,2 +1,2 @@
-"""Builds models on the meta device, without memory, so that plan and preflight can examine which
-parameters each rank of a layout holds."""
+"""Builds models on the meta device, without memory, so that `plan` and the preflight checks can
+find the parameters of each rank."""

@@ -2,8 +2,8 @@
 model.
 
 The layout may need more hardware than this machine has. `faults` checks all ranks together. The
-checks of `faults` cover parameter names, the Hugging Face tensors that the parameters form, the
-checkpoint and the weight stream.
+checks of `faults` cover parameter names, the checkpoint, the weight stream, and the Hugging Face
+tensors that the parameters form.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def _tiled(
 def _faults_of_stream(
     plans: Sequence[RankPlan], shape: ModelShape, bucket_bytes: int
 ) -> Iterator[str]:
-    """Checks that the weight stream carries every Hugging Face tensor whole and exactly once.
-    Yields each fault."""
+    """Checks that the weight stream sends every Hugging Face tensor whole and exactly once. Yields
+    each fault."""
     try:
         plan = plan_of([plan.held for plan in plans], shape, bucket_bytes)
     except ValueError as error:

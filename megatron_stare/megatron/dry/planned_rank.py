@@ -1,18 +1,19 @@
 """Finds a rank's tensors and their sizes in bytes by building the rank on the meta device, without
 data.
 
-`plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds every rank
-itself, and derives none from another rank by symmetry.
+`plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds the requested
+rank, and does not derive it from another rank by symmetry.
 
 `build_parts` builds one layer of each kind, the embedding and the head of a model. From the parts
 that `build_parts` built, `stage_bytes` computes the bytes of ranks in many layouts. All layers of a
 model are alike, except that leading dense layers differ from layers with experts. Every rank holds
 some layers. A rank of the first stage also holds the embedding, and a rank of the last stage also
-holds the final norm and the output layer. The tensors of one layer of each kind, of the embedding
-and of the head therefore determine the tensors of every rank. How a layer is cut depends only on
-the numbers of tensor-parallel and expert-parallel ranks. With these two numbers fixed, one build
-suffices for all pipeline, data and context sizes. The test tests/megatron/test_planned_parts.py
-checks that the result of `stage_bytes` equals the bytes of whole ranks exactly.
+holds the final norm and the output layer. The tensors of the embedding, of the head and of one
+layer of each kind therefore determine the tensors of every rank. How a layer is cut depends only on
+the numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
+expert-parallel sizes therefore suffices for all pipeline, data and context sizes. The test
+tests/megatron/test_planned_parts.py checks that the result of `stage_bytes` equals the bytes of
+whole ranks exactly.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @contextlib.contextmanager
 def pretend(parallel: ParallelConfig, rank: int) -> Iterator[Layout]:
     """Lets this process act as the given rank on the meta device while the context is open.
-    Collectives return at once without other ranks' data, so use `pretend` only to build models and
-    optimizers."""
+    Collectives return immediately, without other ranks' data, so use `pretend` only to build models
+    and optimizers."""
     # torch wraps sys.excepthook again with every process group
     hook = substituted(sys, "excepthook", sys.excepthook)
     with on_meta(), hook, substituted(dist, "new_group", _fake_group):
@@ -107,7 +108,7 @@ class RankPlan:
 
     `replica`: index of the data-parallel replica that the rank's parameters belong to.
     `expert_replica`: index of the data-parallel replica that the rank's experts belong to.
-    `nbytes`: the bytes of each entry of ITEMS.
+    `nbytes`: the bytes of each kind of memory in ITEMS.
     `held`: the rank's pieces of the Hugging Face tensors.
     `state`: the rank's parts of the model's checkpoint.
     `with_data`: names of tensors that are not on the meta device. The list should be empty.
@@ -160,8 +161,8 @@ def plan_rank(
 def _nbytes(
     chunks: list[nn.Module], optimizer: MegatronOptimizer, config: OptimizerConfig
 ) -> dict[str, int]:
-    """Returns, for each entry of ITEMS, the bytes of its storages. The bytes include the padding of
-    Megatron's buffers. A shared storage counts once."""
+    """Returns, for each kind of memory in ITEMS, the bytes of its storages. The bytes include the
+    padding of Megatron's buffers. A shared storage counts once."""
     parameters = _storages(parameter for chunk in chunks for parameter in chunk.parameters())
     gradients = _storages(buffer.grad_data for buffer in gradient_buffers(chunks))
     updated = list(_updated(optimizer))
@@ -278,7 +279,8 @@ def stage_bytes(
     optimizer: OptimizerConfig,
     stage: int,
 ) -> dict[str, int]:
-    """Returns, for each entry of ITEMS, the bytes that the first rank of a pipeline stage holds."""
+    """Returns, for each kind of memory in ITEMS, the bytes on the first rank of a pipeline
+    stage."""
     chunks = [
         _chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)
     ]

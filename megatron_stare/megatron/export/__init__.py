@@ -1,2 +1,2 @@
-"""Exports the ranks' shards as whole weights, either to the engines or to files under Hugging Face
-names."""
+"""Exports the ranks' shards as whole weights under Hugging Face names, either to the engines or to
+files."""

@@ -1,10 +1,10 @@
 """Sends weights to engines that share devices with the trainer.
 
-The trainer ranks that together hold one copy of the model gather every bucket, so that each of
-these ranks has the whole bucket. Each trainer rank then makes a handle, through which the engine
-rank on the same device opens the bucket's memory. Among the trainer ranks that share devices with
-an engine, the first rank collects the handles and sends one handle to each rank of the engine.
-Weights move between devices only while the trainer ranks gather a bucket.
+Every bucket is gathered on each of the trainer ranks that together hold one copy of the model. Each
+trainer rank then makes a handle, through which the engine rank on the same device accesses the
+bucket's memory. Among the trainer ranks that share devices with an engine, the first rank collects
+the handles and sends one handle to each rank of the engine. Weights move between devices only while
+the trainer ranks gather a bucket.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes a bucket's handles to the engine. After the following `meet`, all ranks know that
-        the engine has taken the previous bucket."""
+        """Passes a bucket's handles to the engine. After the next call of `meet`, all ranks know
+        that the engine has received the previous bucket."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

@@ -167,8 +167,8 @@ class HfExport:
     """Writes the policy to files from several ranks, so that no rank ever holds the whole model.
 
     A tensor-parallel group gathers its own tensors, bucket by bucket, on its first rank. The first
-    rank of the group writes these tensors to files. All ranks must create an HfExport and call
-    `write`.
+    rank of the group then writes the gathered tensors to files. All ranks must create an HfExport
+    and call `write`.
     """
 
     def __init__(

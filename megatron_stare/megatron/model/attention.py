@@ -72,7 +72,7 @@ class SdpaCoreAttention(nn.Module):
         value [s, b, g, d]. For packed sequences, returns the output [t, n d] for query [t, n, d],
         key [t, g, d] and value [t, g, d].
 
-        Under context parallelism, s and t are the numbers of this rank's tokens only.
+        Under context parallelism, s and t count only this rank's tokens.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError(

@@ -46,9 +46,9 @@ class HeadChoice:
 def choose_head(
     coupling: Literal["token", "sequence"], logits_bytes: int, free_bytes: int
 ) -> HeadChoice:
-    """Chooses to compute all logits at once if they fit in memory, and in chunks otherwise. In
-    chunks, the logits are computed only once if each token's loss depends only on the token's own
-    log-prob, and again in backward otherwise.
+    """Chooses the mode: all logits together if they fit in memory, otherwise in chunks. If chunks
+    are used and a token's loss depends on the log-probs of other tokens, backward computes the
+    logits a second time.
 
     Args:
         coupling: coupling of the method's loss; see algorithms/method.py.
@@ -97,8 +97,7 @@ class Head:
     """Computes log-probs and entropies from hidden states.
 
     `entropy_gradient`: whether entropies carry a gradient. Entropies without a gradient cost
-        nothing
-    in backward.
+        nothing in backward.
     `mode`, `chunk`: see ops/linear_head.py.
     """
 
@@ -155,7 +154,7 @@ class Head:
 
 def _is_embedding(model: GPTModel) -> bool:
     """Returns True if the output weight is also this chunk's embedding weight. Autograd adds the
-    gradient through the embedding to the shared weight."""
+    gradient of the embedding lookup to this shared weight."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 

@@ -3,8 +3,8 @@ short sequences.
 
 - RMSNorm equals megatron-core's torch norm, but supports sequence parallelism and takes a third of
   the time on a CPU. The norm of megatron-core refuses sequence parallelism, because the norm's
-  weight would miss the gradient all-reduce. Our RMSNorm requests this all-reduce through an
-  attribute of the weight. On GPUs, our RMSNorm calls torch's kernel for the norm and its gradient.
+  weight would miss the gradient all-reduce. Our RMSNorm requests the gradient all-reduce through an
+  attribute of its weight. On GPUs, our RMSNorm calls torch's kernel for the norm and its gradient.
   On CPUs, torch's own norm takes a dozen operations, and each operation reads and writes the whole
   input.
 

@@ -57,8 +57,8 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | None) -> None:
-    """Stores the master `values`. Does nothing if `read_master` returned the optimizer's own
-    tensor, and the caller has already written the values into this tensor.
+    """Stores the master `values`. Does nothing if the caller has already written the values into
+    the optimizer's own tensor, which `read_master` returned.
 
     Args:
         values: float32 [n], or None for a float32 parameter, which is its own master. If the
@@ -135,8 +135,7 @@ class _Stretch:
     """The range [start, stop) of a parameter's elements that this rank updates.
 
     `updated`: [stop - start] tensor that the optimizer updates, which is either the float32 master
-        or
-    the parameter's own elements.
+        or the parameter's own elements.
     `state`: the optimizer's state of `updated`.
     """
 

@@ -1,9 +1,9 @@
 """Moves parts of a rank's policy between device memory and host memory.
 
 Offloading resizes the storage of each tensor to zero, and onloading restores the size of the
-storage. Tensors that share a storage therefore still share it after onloading: parameters, their
-shards in the optimizer, and the buckets of Megatron's buffers. On a CPU, offloading moves data
-within host memory, and otherwise works as on a GPU.
+storage. Tensors that share a storage (parameters, their shards in the optimizer, buckets of
+Megatron's buffers) therefore still share the storage after onloading. On a CPU, offloading moves
+data within host memory, and otherwise works as on a GPU.
 """
 
 from __future__ import annotations

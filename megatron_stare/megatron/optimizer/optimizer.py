@@ -35,8 +35,8 @@ class LossScale(DynamicGradScaler):
 
     Megatron's own class updates the scale whenever it divides a gradient by the scale, even for a
     batch without a loss. If experts have their own optimizer, each optimizer would update its scale
-    separately. With separate scales, an optimizer could divide its gradient by another scale than
-    the scale of the loss.
+    separately. With separate scales, an optimizer could divide its gradient by a scale that differs
+    from the scale of the loss.
     """
 
     def update(self, found_inf: bool) -> None:
@@ -146,12 +146,10 @@ class Outcome:
 
     `grad_norm`: norm of the unscaled gradient before clipping.
     `finite`: whether gradient and loss were finite. An overflow that only the loss scale caused
-        still
-    counts as finite.
+        still counts as finite.
     `empty`: whether no token of the batch had a loss.
     `skipped`: whether the step was skipped because the loss scale was too large for float16. The
-        next
-    update uses the same scale or a smaller scale.
+        next update uses the same scale or a smaller scale.
     `held`: whether no step was taken because the gradient norm was above its limit.
     """
 

@@ -1,7 +1,7 @@
 """Describes the optimizer's state as parts of the whole model's tensors, independent of the layout.
 
-If experts are divided over ranks, Megatron has a separate optimizer for experts. Without such a
-division, one optimizer updates all parameters. Megatron's own checkpoints contain the settings of
+If experts are divided over ranks, Megatron has a separate optimizer for experts. If experts are not
+divided, one optimizer updates all parameters. Megatron's own checkpoints contain the settings of
 each optimizer. This module saves only tensors and the step count, under names that do not contain
 an optimizer's index in the chain. On a resume, the optimizers' settings come from the
 configuration, and the schedule sets the learning rates before every step.

@@ -122,8 +122,8 @@ def measured_change(
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
     """Returns `forecast/measured_change` in nats. The metric is the mean entropy of the batch's
-    tokens under the current weights minus their mean entropy in the log-prob pass. Runs a forward
-    pass, so all ranks must call this function together.
+    tokens under the current weights, minus the mean entropy of the same tokens in the log-prob
+    pass. Runs a forward pass, so all ranks must call this function together.
 
     Args:
         tokens: tokens before the step, or None on all pipeline stages but the last. Without tokens,
@@ -141,9 +141,9 @@ def measured_change(
 def token_numbers(
     objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]
 ) -> TokenNumbers:
-    """Returns the fields of TokenNumbers, one value per token. Covers the tokens of `samples` that
-    are in this rank's micro-batches of the update. The returned values stay on the device, and the
-    call does not wait for the device.
+    """Returns the fields of TokenNumbers, one value per token. The result covers the tokens of
+    `samples` that are in this rank's micro-batches of the update. The returned values stay on the
+    device, and the call does not wait for the device.
 
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
     divided by -(coefficient x advantage). The weight is the total factor on the token's advantage,

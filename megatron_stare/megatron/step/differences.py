@@ -30,8 +30,8 @@ UNLIKELY = math.log(1e-3)
 
 @dataclass(frozen=True)
 class Compared:
-    """Holds, for each of this rank's tokens, the engine's log-prob minus the trainer's log-prob, in
-    nats, and the properties by which tokens are grouped.
+    """Holds the difference "engine's log-prob minus trainer's log-prob", in nats, of each of this
+    rank's tokens, and the properties by which tokens are grouped.
 
     `versions`: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.
@@ -65,8 +65,8 @@ class Compared:
         )
 
     def summary(self, group: ProcessGroup | None) -> LogProbDifference:
-        """Summarises the tokens of all ranks of `group`. All ranks of `group` must call `summary`
-        together."""
+        """Summarises the log-prob differences of the tokens on all ranks of `group`. All ranks of
+        `group` must call `summary` together."""
         size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
         ranges = {
             first: (self.positions >= first) & (self.positions < end)

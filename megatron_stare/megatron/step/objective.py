@@ -100,7 +100,7 @@ class Objective:
         return tokens
 
     def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns [N] int8: the result of `Method.selected` at the positions of these
+        """Returns [N] int8: the result of `Method.selected` at the positions of the given
         micro-batches, and 0 at other positions. Uses the log-probs of the log-prob pass."""
         found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
         for micro in micro_batches:
@@ -116,7 +116,7 @@ class Objective:
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
         """Returns the statistics requests for the update's metrics, keyed by metric name. The
-        requests use the tensors that `loss` logged on this rank, and their answers cover all
+        requests use the tensors that `loss` logged on this rank, and the answers cover all
         ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {

@@ -90,7 +90,7 @@ class RankMemory:
     def counting(self) -> contextlib.AbstractContextManager[None]:
         """Counts the tensors that autograd saves for backward inside this context. `live_mb`
         includes these tensors. On CUDA the context does nothing, because CUDA's allocator already
-        counts these tensors."""
+        counts saved tensors."""
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """Computes two sums for each tensor of a run's state, over the part that this rank holds. The sums
 show whether a checkpoint restored the whole state.
 
-The log-probs of a canary batch verify the weights, but not the optimizer. A lost optimizer state
-raises no error and shows only in later steps. Added up over all ranks, the sums are the same in
-every layout, up to rounding in float64.
+The log-probs of a canary batch verify the weights, but not the optimizer. An optimizer state that
+was not restored raises no error and shows only in later steps. Added up over all ranks, the sums
+are the same in every layout, up to rounding in float64.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum 
 class RankProof:
     """Numbers from one rank that prove whether a checkpoint restored the whole state.
 
-    `log_probs`: for each policy, the indices [n] of this rank's response positions in the batch's
-        canonical order, and the float32 log-probs [n] at these positions. Only ranks of the last
-        pipeline stage have log-probs.
+    `log_probs`: for each policy, two tensors [n]: the canonical indices of this rank's response
+        positions, and the float32 log-probs at these positions. Only ranks of the last pipeline
+        stage have log-probs.
     `sums`, `counts`: see `state_sums`.
     """
 

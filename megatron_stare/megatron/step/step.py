@@ -1,10 +1,10 @@
 """Processes a rollout batch on one rank of the trainer, from the log-prob pass to the last
 optimizer step.
 
-The caller calls `compute_log_probs`, then `measure`, then `update` once per mini-batch. `measure`
-computes the statistics of the rollout batch and the method's state. `update` computes and clips the
-gradient and takes an optimizer step. Only the last pipeline stage holds log-probs, statistics and
-losses. The other stages only run the passes.
+The caller calls `compute_log_probs`, then `measure`, then `update` for each mini-batch of each
+epoch. `measure` computes the statistics of the rollout batch and the method's state. `update`
+computes and clips the gradient and takes an optimizer step. Only the last pipeline stage holds
+log-probs, statistics and losses. All other pipeline stages only run the passes.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Policy:
 class Step:
     """Training step on one rollout batch, on this rank.
 
-    measured: this rank's tokens with the statistics over all ranks' tokens, on the last pipeline
-    stage. None on all other stages.
-    group: group of the ranks that hold other tokens of the batch, or None if this rank holds all
-    tokens.
+    `measured`: on the last pipeline stage, this rank's tokens and the statistics over all ranks'
+        tokens; None on all other stages.
+    `group`: group of the ranks that hold other tokens of the batch, or None if this rank holds all
+        tokens.
     """
 
     def __init__(self, config: Config, method: Method, policy: Policy, batch: RankBatch) -> None:
@@ -252,8 +252,8 @@ class Step:
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns one TokenNumbers per update, for this rank's tokens of the watched samples. Waits
-        for the device.
+        """Returns one TokenNumbers per update of the first epoch, for this rank's tokens of the
+        watched samples. Waits for the device.
 
         Only one rank of each tensor-parallel group of the last stage returns values. All other
         ranks return an empty list.

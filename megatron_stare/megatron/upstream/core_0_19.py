@@ -23,7 +23,7 @@ def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
 def begin_save(
     state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
 ) -> AsyncRequest:
-    """Prepares the save of a checkpoint, which then runs in the background.
+    """Prepares to save a checkpoint; the save then runs in the background.
 
     Args:
         validate: whether Megatron checks that exactly one rank saves each part of a tensor.

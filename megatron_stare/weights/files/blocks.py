@@ -151,9 +151,9 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def places(megatron: str) -> list[Place]:
-    """Returns every place at which a checkpoint may hold a parameter. Most checkpoints stack layers
-    and experts in one tensor. Other checkpoints store each layer and each expert under a name of
-    its own."""
+    """Returns every place at which a checkpoint can store a parameter. Most checkpoints stack
+    layers and experts in one tensor. Other checkpoints store each layer and each expert under a
+    name of its own."""
     in_layer = _LAYER.fullmatch(megatron)
     if not in_layer:
         return [Place(megatron)]

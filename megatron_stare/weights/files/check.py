@@ -1,5 +1,5 @@
-"""Checks that the weights of a Hugging Face folder match the folder's config.json. The checks read
-only the headers of the weight files, except for a tied head."""
+"""Checks that the weights of a Hugging Face folder match the folder's config.json. Apart from a
+stored tied head and its embedding, the checks read only the headers of the weight files."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class TorchDist:
 
     def span(self, place: Place, start: int, stop: int) -> tuple[int, int] | None:
         """Returns the file descriptor and the position of the bytes that `rows` would read. Returns
-        None if these bytes are not contiguous in one file."""
+        None if the rows are not contiguous in one file."""
         dims = len(place.lead)
         columns = self.sizes[place.key][dims + 1 :]
         for chunk in self._chunks_at(place):

@@ -1,6 +1,7 @@
-"""Provides bucket memory that another process on the same machine can open. The memory is on a GPU,
-or in shared-memory files on the host. Another process opens memory on a GPU by a handle, and memory
-on the host by its file. Handles and files both work only within one machine."""
+"""Provides memory for weight buckets, which another process on the same machine can access. The
+memory is on a GPU, or in shared-memory files on the host. Another process accesses memory on a GPU
+through a handle, and memory on the host through its file. Handles and files both work only within
+one machine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ FOLDER, PREFIX = Path("/dev/shm"), "megatron-stare-weights-"
 
 
 class DeviceRooms:
-    """Provides memory for buckets from two buffers that alternate. The third bucket reuses the
+    """Provides memory for buckets by alternating between two buffers. The third bucket reuses the
     memory of the first bucket, so a caller must finish with the first bucket before requesting the
     third. `close` frees both buffers."""
 
@@ -40,16 +41,16 @@ class DeviceRooms:
         return torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Frees the memory. A process that has opened a buffer can still use this buffer. The next
-        requests allocate new buffers."""
+        """Frees the memory. A process that opened a buffer before this call can still use the
+        buffer. Later requests for memory allocate new buffers."""
         self._rooms = []
         while self._files:
             self._files.pop().unlink(missing_ok=True)
 
 
 def open_shared(name: str, nbytes: int) -> torch.UntypedStorage:
-    """Opens a buffer of another process on this machine. Raises ValueError if `name` is not the
-    name of a buffer for weights."""
+    """Opens a buffer of another process on this machine. Raises ValueError if no buffer for weights
+    on this machine has this name."""
     if not name.startswith(PREFIX) or "/" in name:
         raise ValueError(f"{name} is no bucket of weights")
     file = FOLDER / name

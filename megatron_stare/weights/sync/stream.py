@@ -1,10 +1,11 @@
 """Streams the weights of the live policy as complete Hugging Face tensors. The tensors are gathered
 over tensor, pipeline and expert parallel ranks.
 
-Tensors are sent in flat buckets of bounded size (stream_plan.py). Every bucket is gathered on one
-rank, the sender, because engines take weights from one process. No rank holds more than a few
-buckets in memory besides its own shards. Every rank except the sender sends its pieces of a bucket
-in one message. The messages of the next bucket travel while the current bucket is consumed.
+Tensors are sent in flat buckets of bounded size (stream_plan.py). The function `stream` gathers
+every bucket on one rank, the sender, because engines receive each bucket from one process. No rank
+holds more than a few buckets in memory besides its own shards. Every rank except the sender sends
+its pieces of a bucket in one message. The messages of the next bucket are sent while the caller
+uses the current bucket.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def new_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class RoomsByTurns:
-    """Provides host memory for buckets from two buffers that alternate. The third bucket reuses the
-    memory of the first bucket, so a caller must finish with the first bucket before requesting the
-    third. For buckets on a GPU, every request allocates new memory, because allocation costs
+    """Provides host memory for buckets by alternating between two buffers. The third bucket reuses
+    the memory of the first bucket, so a caller must finish with the first bucket before requesting
+    the third. For buckets on a GPU, every request allocates new memory, because allocation costs
     nothing on a GPU."""
 
     def __init__(self) -> None:

@@ -39,9 +39,9 @@ class Sender(Protocol):
         the handle. This method may also be called outside the sender's turn."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket. After this call, the bucket's memory belongs to the sender.
-        Before it starts, this method waits until the previous bucket is sent, and raises the error
-        if sending that bucket failed.
+        """Starts to send a bucket. After this call, the bucket's memory belongs to the sender. This
+        method first waits until the previous bucket is sent, and raises the error if sending that
+        bucket failed.
 
         Args:
             handles: one handle for each rank of the engine, if the engine opens memory on its
@@ -66,8 +66,8 @@ class SyncTarget(Protocol):
     servers of one engine, or of all engines of a run.
 
     Engines create a SyncTarget, and ranks send weights through the SyncTarget. A SyncTarget is
-    serialised and sent to the ranks. Ranks compare SyncTargets by value. A rank that gets an equal
-    SyncTarget keeps its Sender.
+    serialised and sent to the ranks. Ranks compare SyncTargets by value. A rank that receives a
+    SyncTarget equal to its previous one keeps its Sender.
     """
 
     @property
@@ -123,8 +123,9 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields each bucket as a handle for workers, together with the calls that the bucket
-        depends on. A caller should use one wait for the calls that a bucket depends on and the
-        calls that use the bucket, so that any error is raised immediately. Can be iterated once.
+        depends on. A caller should pass the calls that a bucket depends on, and the calls that use
+        the bucket, to the same `wait`, so that any error is raised immediately. Can be iterated
+        once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.
