@@ -160,6 +160,15 @@ def test_an_average_over_a_micro_batch_that_lies_on_several_ranks(
     )
 
 
+@pytest.mark.parametrize("updates", ["batch.epochs=2", "batch.mini_batch_prompts=8"])
+def test_a_method_that_measures_one_updates_change_is_refused_several(
+    capsys: pytest.CaptureFixture[str], updates: str
+) -> None:
+    error = dry(capsys, "algorithm=stare_predictive", updates)
+    assert "learns from the entropy change of one update" in error
+    assert "batch.mini_batch_prompts=null and batch.epochs=1" in error
+
+
 LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entropy_forecast=false")
 
 
@@ -177,6 +186,7 @@ LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entrop
         ("algorithm=stapo_stare", "STAPO's mask"),
         ("algorithm=twenty_entropy", "20-Entropy chooses"),
         ("algorithm=opefo", "OPEFO's weights read"),
+        ("algorithm=stare_predictive", "predictive control forecasts from"),
         ("algorithm=clip_b", "Clip_B's mask reads"),
         ("algorithm=clip_v", "Clip_V's mask reads"),
         ("algorithm=repo_r", "REPO-R's centred weights read"),

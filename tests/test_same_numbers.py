@@ -222,6 +222,7 @@ LATER = {
     "gepo",
     "grpo_dropout",
     "opefo",
+    "stare_predictive",
     "repo_r",
     "steer",
 }  # no baseline

@@ -36,6 +36,7 @@ NEWER: dict[str, dict[str, Any]] = {
     "grpo_dropout": {},
     "opefo": {},
     "repo_r": {"zeta": 0.05},
+    "stare_predictive": {"entropy_target": 5.0, "share": 0.4, "amplify": 2.0, "attenuate": 0.5},
     "steer": {},
 }
 

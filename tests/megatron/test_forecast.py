@@ -129,6 +129,17 @@ def test_every_layout_forecasts_and_measures_the_same(ranks, tmp_path: Path) -> 
         ({"entropy_forecast": False, "measured_every": 1}, set(), {}),
         # the log-prob pass computes what a forecast needs, for the method
         ({"entropy_forecast": False}, set(), {"algorithm": {"name": "opefo"}}),
+        # and measures the change, for the method
+        (
+            {"entropy_forecast": False},
+            {"forecast/measured_change"},
+            {"algorithm": {"name": "stare_predictive"}},
+        ),
+        (
+            {"entropy_forecast": False},
+            set(),
+            {"algorithm": {"name": "stare_predictive", "measure_every": 2}},
+        ),
         ({"measured_every": 0}, {"forecast/entropy_change"}, {}),
         ({"measured_every": 2}, {"forecast/entropy_change"}, {}),
     ],

@@ -286,6 +286,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clip_cov": ({"name": "clip_cov", "share": 0.1, "cov_low": 0.1}, {"surprisal": "current"}),
     "kl_cov": ({"name": "kl_cov", "share": 0.2}, {"surprisal": "current"}),
     "opefo": ({"name": "opefo", "correction": CORRECTION}, {}),
+    "stare_predictive": (
+        {"name": "stare_predictive", "entropy_target": 5.0, "share": 0.3, "amplify": 2.0},
+        {},
+    ),
     "clip_b": ({"name": "clip_b", "mu": 0.5}, {"surprisal": "current"}),
     "clip_v": ({"name": "clip_v", "mu": 0.3, "max_share": 0.1}, {"surprisal": "current"}),
     "repo_r": ({"name": "repo_r", "zeta": 0.2}, {"surprisal": "current"}),

@@ -29,6 +29,7 @@ PUBLISHED: dict[str, tuple[float, float, float | None, str]] = {
     "dr_grpo": (0.2, 0.2, None, "dr_grpo"),
     "justrl": (0.2, 0.28, 10.0, "token_mean"),
     "stare": (0.2, 0.28, 10.0, "token_mean"),
+    "stare_predictive": (0.2, 0.28, 10.0, "token_mean"),
     "stapo": (0.2, 0.28, None, "token_mean"),
     "stapo_stare": (0.2, 0.28, 10.0, "token_mean"),
     "twenty_entropy": (0.2, 0.28, 10.0, "token_mean"),
@@ -228,10 +229,13 @@ def policy_loss(
         case "entropic" | "gepo" | "opefo" | "repo_r" | "steer":
             factor = factors(settings, batch, scores, advantage, kept, sequence)
             return factor * clipped(ratio, advantage)
-        case "stare" | "stapo_stare":
+        case "stare" | "stapo_stare" | "stare_predictive":
             factor = torch.ones_like(advantage)
-            for operator in OPERATORS[settings.get("variant", "O1")]:
+            predictive = settings["name"] == "stare_predictive"
+            for operator in OPERATORS[settings.get("variant", "C2" if predictive else "O1")]:
                 chosen, published = operated_on(operator, settings, scores, kept, advantage)
+                if predictive:
+                    chosen = chosen & (scores.phi < -3e-6)
                 weight = "amplify" if published > 1 else "attenuate"
                 factor[chosen & opened] = settings.get(weight, published)
             return factor * clipped(ratio, advantage)
