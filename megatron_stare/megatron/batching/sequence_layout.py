@@ -37,7 +37,7 @@ class Grid:
     padding. `token` [b, s] is the index of a position's token in its sample, counted from 0.
 
     `shared`: the columns to feed to the model if a packed row repeats prompts, or None to feed all
-    positions.
+        positions.
     """
 
     sample: Tensor

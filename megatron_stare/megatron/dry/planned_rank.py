@@ -237,7 +237,7 @@ class Parts:
         them.
     `dense`: the tensors of a leading dense layer.
     `head`: the tensors of the last norm and of the output layer. The output layer is left out if it
-    is tied to the embedding and the same stage holds the embedding.
+        is tied to the embedding and the same stage holds the embedding.
     """
 
     embedding: tuple[int, ...]

@@ -30,7 +30,7 @@ class _Left:
     """A storage of an offloaded part, which holds no device memory.
 
     `copy`: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
-    needed again, `copy` is None, and the storage is later filled with zeros.
+        needed again, `copy` is None, and the storage is later filled with zeros.
     """
 
     storage: UntypedStorage
