@@ -83,8 +83,8 @@ class Policy:
 class Step:
     """Training step on one rollout batch, on this rank.
 
-    `measured`: on the last pipeline stage, this rank's tokens and the statistics over all ranks'
-        tokens; None on all other stages.
+    `measured`: the tokens that this rank holds, with the statistics of the whole rollout batch. None
+        on all pipeline stages but the last.
     `group`: group of the ranks that hold other tokens of the batch, or None if this rank holds all
         tokens.
     """

@@ -64,7 +64,8 @@ class Limits:
         return cls(own, bounds, asked.trend)
 
     def lifted(self) -> Limits:
-        """Returns limits that only a NaN exceeds. The differences are still logged."""
+        """Returns limits without bounds: every number passes, but NaN does not. The differences are
+        still logged."""
         return Limits(math.inf, dict.fromkeys(self.bounds, math.inf))
 
     @property
