@@ -278,6 +278,18 @@ def test_paths_are_compared_by_what_they_name(
 
 
 @pytest.mark.parametrize(
+    "scope", ["statistics.scope=micro_batch", "algorithm.aggregation=micro_batch_mean"]
+)
+@pytest.mark.parametrize(
+    "setting", ["batch.micro_batch_tokens=77", "batch.packed=false", "parallel.tensor=1"]
+)
+def test_micro_batches_may_not_change_if_the_loss_depends_on_them(scope: str, setting: str) -> None:
+    before, after = load_config(QUICKSTART, [scope]), load_config(QUICKSTART, [scope, setting])
+    with pytest.raises(Exception, match=setting.partition("=")[0]):
+        refuse_changes(before, after)
+
+
+@pytest.mark.parametrize(
     ("setting", "free"),
     [
         ("faults.requests.request_s=77", True),

@@ -4,8 +4,8 @@ target?
     gate        W and M are fixed, and act while the batch's entropy is below the target
     adaptive    a gate whose W and M move by a fixed amount in every step
     pi          W and M follow the gap and the sum of the gaps, without a forecast
-    predictive  forecasts the step's change of entropy, learns the forecast's gain from the measured
-                changes, and chooses W and M for the change that leads to the target
+    predictive  the method `stare_predictive`: forecasts the step's change of entropy, learns the
+                forecast's gain, and chooses W and M for the change that leads to the target
 
 Each controller gets the same number of settings. The setting with the least error in the nominal
 condition, on seeds of its own, is used in all conditions. The error is the root mean square of the
@@ -33,6 +33,7 @@ from twins import StareTwin, State, Tokens
 from worlds import World, first_state, rare
 
 from megatron_stare.algorithms.sensitivity import is_rare
+from megatron_stare.algorithms.stare_predictive import StarePredictive
 
 sys.path.append(str(Path(__file__).parents[1]))
 from machine import machine
@@ -55,14 +56,9 @@ class Control(StareTwin):
     def needs_phi(self) -> bool:
         return True
 
-    def aim(self, state: State, batch: Sample, target: float, following: float) -> State:
-        """Chooses W and M for a step.
-
-        Args:
-            target: of this step.
-            following: of the next step.
-        """
-        return replace(self, entropy_target=target).control(state, batch.entropy.mean(-1))
+    def aim(self, state: State, batch: Sample, path: Callable[[int], float], step: int) -> State:
+        """Chooses W and M for a step. `path` gives the target of every step."""
+        return replace(self, entropy_target=path(step)).control(state, batch.entropy.mean(-1))
 
     def learn(self, state: State, change: Tensor) -> State:
         """Reads the measured change of the entropy, [K] nats, of the step's own tokens."""
@@ -79,8 +75,8 @@ class Pi(Control):
     def start(self, seeds: int) -> State:
         return {**super().start(seeds), "sum": torch.zeros(seeds, dtype=torch.float64)}
 
-    def aim(self, state: State, batch: Sample, target: float, following: float) -> State:
-        gap = (target - batch.entropy.mean(-1)) / target
+    def aim(self, state: State, batch: Sample, path: Callable[[int], float], step: int) -> State:
+        gap = 1 - batch.entropy.mean(-1) / path(step)
         total = state["sum"] + gap
         wanted = self.proportional * gap + self.integral * total
         strength = wanted.clamp(0, 1)
@@ -94,112 +90,66 @@ class Pi(Control):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlongPath(StarePredictive):
+    """The project's method with a target of any form, for [K] seeds at once."""
+
+    path: Callable[[int], float]
+
+    def target(self, step: Tensor) -> Tensor:
+        return torch.full_like(step, self.path(int(step[0])))
+
+
 @dataclass(frozen=True)
 class Predictive(Control):
-    """Aims at the target by the forecast u = P + (W - 1) G+ + (M - 1) G-.
+    """The project's method `stare_predictive`, whose own code controls the weights.
 
-    `approach`: share of the gap that a step is to close.
-    `trust`: weight of a batch's entropy in the filtered entropy.
-    `forget`: weight of a measurement in the fit of the next step.
     `sign`: -1 negates the forecast, to see whether the controller notices.
     """
 
     approach: float = 0.2
     trust: float = 0.15
-    forget: float = 0.99
-    largest: float = 0.033  # of the target, demanded change of a step
-    floor: float = 0.15  # of the mean G+, below which the weights have no hold
     sign: float = 1.0
 
+    def method(self, path: Callable[[int], float]) -> AlongPath:
+        return AlongPath(
+            path=path,
+            entropy_target=path(0),
+            amplify=self.amplify,
+            attenuate=self.attenuate,
+            amplify_max=self.amplify_max,
+            attenuate_min=self.attenuate_min,
+            approach=self.approach,
+            trust=self.trust,
+        )
+
     def start(self, seeds: int) -> State:
-        zeros = torch.zeros(seeds, dtype=torch.float64)
-        spread = 1e6 * torch.eye(2, dtype=torch.float64)
         return {
-            **super().start(seeds),
-            "line": torch.stack([zeros, zeros], -1),  # kappa and d
-            "spread": spread.expand(seeds, 2, 2).clone(),
-            "square": zeros,
-            "count": zeros,
-            "level": zeros,
-            "held": zeros,  # mean G+
-            "forecast": zeros,
+            name: torch.full((seeds,), value, dtype=torch.float64)
+            for name, value in self.method(constant).initial_state().items()
         }
 
     def rare(self, tokens: Tokens, sign: int) -> Tensor:
         assert tokens.phi is not None
         return super().rare(tokens, sign) & is_rare(tokens.phi)
 
-    def aim(self, state: State, batch: Sample, target: float, following: float) -> State:
+    def aim(self, state: State, batch: Sample, path: Callable[[int], float], step: int) -> State:
         assert batch.phi is not None
-        entropy = batch.entropy.mean(-1)
         tokens = Tokens(
             batch.old_log_prob, batch.old_log_prob, batch.entropy, batch.advantage, None, batch.phi
         )
         change = -self.sign * batch.advantage * batch.phi
-        plain = change.mean(-1)
-        up, down = (torch.where(self.rare(tokens, sign), change, 0.0).mean(-1) for sign in (1, -1))
-        first = state["count"] == 0
-        level = torch.where(
-            first, entropy, state["level"] + self.trust * (entropy - state["level"])
-        )
-        held = torch.where(first, up, 0.9 * state["held"] + 0.1 * up)
-        kappa, drift = state["line"].unbind(-1)
-        error = (state["square"] * state["spread"][:, 0, 0]).clamp_min(0).sqrt()
-        most = self.largest * target
-        # an entropy above the target may fall as fast as it does
-        wanted = (self.approach * (target - level)).clamp(max=most) + following - target
-        lacks = (wanted - drift) / kappa - plain
-        floor = self.floor * held
-        size = up**2 + down**2 + floor**2
-        amplify = (1 + up * lacks / size).clamp(1, self.amplify_max)
-        attenuate = (1 + down * lacks / size).clamp(self.attenuate_min, 1)
-        # what one weight's bound leaves, the other takes
-        rest = lacks - (amplify - 1) * up - (attenuate - 1) * down
-        attenuate = torch.where(
-            down < -1e-12, attenuate + rest / down.clamp_max(-1e-12), attenuate
-        ).clamp(self.attenuate_min, 1)
-        rest = lacks - (amplify - 1) * up - (attenuate - 1) * down
-        amplify = torch.where(up > 1e-12, amplify + rest / up.clamp_min(1e-12), amplify).clamp(
-            1, self.amplify_max
-        )
-        gate = (entropy < target).double()
-        known = (
-            (state["count"] >= 5)
-            & (kappa > 2 * error)
-            & (up > floor)
-            & amplify.isfinite()
-            & attenuate.isfinite()
-        )
-        amplify = torch.where(known, amplify, 1 + gate * (self.amplify - 1))
-        attenuate = torch.where(known, attenuate, 1 + gate * (self.attenuate - 1))
-        return {
-            **state,
-            "gate": torch.ones_like(gate),
-            "amplify": amplify,
-            "attenuate": attenuate,
-            "level": level,
-            "held": held,
-            "forecast": plain + (amplify - 1) * up + (attenuate - 1) * down,
+        plus, minus = (torch.where(self.rare(tokens, sign), change, 0.0) for sign in (1, -1))
+        statistics = {
+            "entropy": batch.entropy.mean(-1),
+            "predictive/plain": change.mean(-1),
+            "predictive/plus": plus.mean(-1),
+            "predictive/minus": minus.mean(-1),
         }
+        return self.method(path).control(state, statistics)
 
     def learn(self, state: State, change: Tensor) -> State:
-        x = torch.stack([state["forecast"], torch.ones_like(change)], -1)
-        missed = change - (x * state["line"]).sum(-1)
-        clipped = state["count"] >= 5
-        most = torch.where(clipped, 3 * state["square"].sqrt(), torch.inf)
-        missed = missed.clamp(-most, most)
-        moved = (state["spread"] @ x[..., None])[..., 0]
-        gain = moved / (self.forget + (x * moved).sum(-1, keepdim=True))
-        count = state["count"] + 1
-        share = 1 / count.clamp_max(1 / (1 - self.forget))
-        return {
-            **state,
-            "line": state["line"] + gain * missed[:, None],
-            "spread": (state["spread"] - gain[..., None] * moved[:, None]) / self.forget,
-            "square": state["square"] + share * (missed**2 - state["square"]),
-            "count": count,
-            "level": state["level"] + change,
-        }
+        return self.method(constant).observe(state, change)
 
 
 def constant(step: int) -> float:
@@ -297,11 +247,10 @@ def errors(control: Control, condition: Condition, seeds: int, seed: int) -> Ten
     generator = torch.Generator().manual_seed(seed)
     state, squares = control.start(seeds), []
     for step in range(STEPS):
-        target = condition.target(step)
         source = before if condition.stale else logits
         batch = sample(world, source, step, GROUP, generator, with_phi=True)
         before = logits.clone()
-        state = control.aim(state, batch, target, condition.target(step + 1))
+        state = control.aim(state, batch, condition.target, step)
         scale = LR * condition.lr(step) * logits.shape[1] * world.depth
         slope = gradient(world, logits, batch, control, state, moved=condition.stale)
         logits += coupled(slope, world.coupling).mul_(scale)

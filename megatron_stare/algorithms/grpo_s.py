@@ -88,9 +88,9 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """Returns x times n divided by s for each response, [B]. Both n and s cover only the responses that
-            `among` selects in the prompt group: n is the number of these responses, and s is the
-            sum of their x."""
+            """Returns x times n divided by s for each response, [B]. Both n and s cover only the
+            responses that `among` selects in the prompt group: n is the number of these responses,
+            and s is the sum of their x."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))

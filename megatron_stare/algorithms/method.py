@@ -163,11 +163,11 @@ class Method(ABC):
         next step starts from the returned state. `control` must not synchronise with the host."""
         return state
 
-    def observe(self, state: State, change: Tensor) -> State:
-        """Returns the state with which the next step starts. The trainer calls `observe` after an
-        update whose entropy change was measured. `change` is the mean entropy of the batch's tokens
-        after the update minus their mean entropy before it, 0-dim. `observe` must not synchronise
-        with the host."""
+    def observe(self, state: State, change: Tensor | None) -> State:
+        """Returns the state with which the next step starts. The trainer calls `observe` after the
+        update of every step in which `measures_every` asks for a measurement. `change` is the mean
+        entropy of the batch's tokens after the update minus their mean entropy before it, 0-dim, or
+        None if the optimizer step was not taken. `observe` must not synchronise with the host."""
         return state
 
     @abstractmethod

@@ -10,11 +10,12 @@ To first order, a step changes the mean entropy by kappa u + d (sensitivity.py g
 Here c is a token's coefficient in the loss. Tokens whose Phi is not negative keep the weight 1.
 
 After the update the trainer measures the change y of the same tokens. Recursive least squares with
-forgetting fit y = kappa u + d (Ljung, System Identification, 1999, section 11.2). Before the next
-update, with the entropy h filtered from batch entropies H and measured changes:
+forgetting fit y = kappa u + d (Ljung, System Identification, 1999, section 11.2). The entropy of
+other tokens changes by y + b. A filter estimates the entropy h and b from the batches' entropies H
+and the measured changes. Before the next update:
 
     r = min(approach (target - h), largest target) + next target - target
-    e = (r - d) / kappa - P                 D = G+^2 + G-^2 + (floor mean G+)^2
+    e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
     W = 1 + G+ e / D, M = 1 + G- e / D, within their bounds; what a bound cuts off, the other takes
 
 While fewer than five changes are measured, or kappa is below two standard errors, or G+ is below
@@ -76,7 +77,8 @@ ENOUGH = 5  # measurements before the line is trusted
 _CLIP = 3.0  # standard deviations by which a measurement may miss its prediction in the fit
 _SPREAD = 1e10  # of an unknown kappa and d; large beside 1 / u^2
 _ZEROS = (  # state before the first step; `pending` is the change expected since `level`
-    *("active", "steps", "level", "pending", "held", "wanted", "forecast"),
+    *("active", "steps", "begun", "level", "bias", "pending", "held", "wanted", "forecast"),
+    "usable",  # whether `forecast` is that of this step
     *("kappa", "drift", "cross", "square", "measured"),
 )
 
@@ -114,8 +116,13 @@ class StarePredictive(Stare):
         super().__post_init__()
         if self.entropy_target is None:
             raise ValueError("predictive control needs an entropy_target, which is null")
-        if self.adaptive or self.gate != "batch":
-            raise ValueError("predictive control chooses the weights: adaptive=false, gate=batch")
+        if self.adaptive or self.gate != "batch" or self.gate_entropy != "response":
+            raise ValueError(
+                "predictive control chooses the weights by the entropy of all response tokens:"
+                " adaptive=false, gate=batch, gate_entropy=response"
+            )
+        if self.aggregation == "micro_batch_mean":
+            raise ValueError("predictive control does not forecast with micro_batch_mean")
         if self.variant not in ("O1", "C2"):
             raise ValueError("predictive control knows the variants O1 and C2")
         if not 1 <= self.amplify <= self.amplify_max:
@@ -168,6 +175,10 @@ class StarePredictive(Stare):
         if "tokens" not in known or any(each.name not in known for each in self.selects):
             return asked
         change = -self.coefficients(batch, known) * kept.advantage * sensitivity_of(kept)
+        if self.correction is not None:
+            if any(name not in known for name in self.correction.final_requests(kept, known)):
+                return asked
+            change = change * self.correction.weights(batch, known)
         asked["predictive/plain"] = Sum(change, kept.loss_mask)
         for each in self.selects:
             chosen = self.selection.members(each, kept, known) & self._sure(kept)
@@ -187,9 +198,10 @@ class StarePredictive(Stare):
         )
         steps = state["steps"]
         target, following = self.target(steps), self.target(steps + 1)
-        before = state["level"] + state["pending"]
-        first = steps == 0
-        level = torch.where(first, entropy, before + self.trust * (entropy - before))
+        first = state["begun"] == 0
+        before = torch.where(first, entropy, state["level"] + state["pending"] + state["bias"])
+        level = before + self.trust * (entropy - before)
+        bias = state["bias"] + self.trust**2 / 4 * (entropy - before)  # slower than the level
         held = torch.where(first, plus, 0.9 * state["held"] + 0.1 * plus)
         kappa, drift = state["kappa"], state["drift"]
         error = (state["square"] * state["spread"]).clamp_min(0).sqrt()
@@ -198,16 +210,16 @@ class StarePredictive(Stare):
         most = self.largest * target
         # an entropy above the target may fall as fast as it does
         wanted = torch.minimum(self.approach * (target - level), most) + following - target
-        lacks = (wanted - drift) / kappa - plain
+        lacks = (wanted - drift - bias) / kappa - plain
         floor = self.floor * held
         size = plus**2 + minus**2 + floor**2
-        amplify = (1 + plus * lacks / size).clamp(1, self.amplify_max)
-        attenuate = (1 + minus * lacks / size).clamp(self.attenuate_min, 1)
-        rest = lacks - (amplify - 1) * plus - (attenuate - 1) * minus
-        attenuate = torch.where(minus < 0, attenuate + rest / minus, attenuate)
+        free_w, free_m = 1 + plus * lacks / size, 1 + minus * lacks / size
+        amplify = free_w.clamp(1, self.amplify_max)
+        attenuate = free_m.clamp(self.attenuate_min, 1)
+        cut_w, cut_m = (free_w - amplify) * plus, (free_m - attenuate) * minus
+        amplify = (amplify + cut_m / plus).clamp(1, self.amplify_max)
+        attenuate = torch.where(minus < 0, attenuate + cut_w / minus, attenuate)
         attenuate = attenuate.clamp(self.attenuate_min, 1)
-        rest = lacks - (amplify - 1) * plus - (attenuate - 1) * minus
-        amplify = (amplify + rest / plus).clamp(1, self.amplify_max)
 
         active = fitted & (plus > floor) & amplify.isfinite() & attenuate.isfinite()
         below = (entropy < target).to(torch.float64)
@@ -220,7 +232,9 @@ class StarePredictive(Stare):
             "gate": gate,
             "amplify": amplify,
             "attenuate": attenuate,
+            "begun": torch.ones_like(level),
             "level": level,
+            "bias": bias,
             "held": held,
             "wanted": wanted,
             "forecast": forecast,
@@ -229,14 +243,20 @@ class StarePredictive(Stare):
         finite = entropy.isfinite() & plain.isfinite() & plus.isfinite() & minus.isfinite()
         return state | {
             "steps": steps + 1,
+            "usable": finite.to(torch.float64),
             **{name: torch.where(finite, value, state[name]) for name, value in new.items()},
         }
 
-    def observe(self, state: State, change: Tensor) -> State:
-        """Fits kappa and d to one more measured change."""
+    def observe(self, state: State, change: Tensor | None) -> State:
+        """Fits kappa and d to one more measured change. If the optimizer step was not taken, the
+        entropy has not changed, and the fit does not either."""
+        if change is None:
+            return state | {"pending": torch.zeros_like(state["pending"])}
         u, change = state["forecast"], change.to(torch.float64)
         missed = change - state["kappa"] * u - state["drift"]
-        most = torch.where(state["measured"] >= ENOUGH, _CLIP * state["square"].sqrt(), torch.inf)
+        # misses of exactly 0 say nothing about the next one
+        clips = (state["measured"] >= ENOUGH) & (state["square"] > 0)
+        most = torch.where(clips, _CLIP * state["square"].sqrt(), torch.inf)
         missed = torch.minimum(torch.maximum(missed, -most), most)
         slope = state["spread"] * u + state["cross"]
         offset = state["cross"] * u + state["spread_drift"]
@@ -258,7 +278,7 @@ class StarePredictive(Stare):
             "level": state["level"] + change,
             "pending": torch.zeros_like(change),
         }
-        finite = change.isfinite() & u.isfinite()
+        finite = change.isfinite() & (state["usable"] > 0)
         return state | {name: torch.where(finite, new[name], state[name]) for name in new}
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:

@@ -62,6 +62,8 @@ FREE_TO_CHANGE = (
     "rollout.environment.sandbox_workers",
 )
 NOT_FREE = ("run.seed", "sglang.dtype", "sglang.seeds")
+# not free either if the loss depends on which tokens share a micro-batch
+_DIVISION = ("parallel.", "batch.micro_batch_tokens", "batch.packed")
 # names of the digests of prompt inputs that are not files
 FIRST_PROMPT = "first prompt"
 CHAT_TEMPLATE = "chat template"
@@ -200,8 +202,13 @@ def refuse_changes(old: Config, new: Config) -> None:
     before, after = (
         _flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)
     )
+    by_micro_batch = (
+        new.statistics.scope == "micro_batch"
+        or after.get("algorithm.aggregation") == "micro_batch_mean"
+    )
     for key in sorted(before.keys() | after.keys()):
         free = key.startswith(FREE_TO_CHANGE) and key not in NOT_FREE
+        free = free and not (by_micro_batch and key.startswith(_DIVISION))
         if not free and before.get(key) != after.get(key):
             raise ConfigError(
                 f"the run was started with {before.get(key)!r}, not {after.get(key)!r}",

@@ -344,6 +344,13 @@ def check_statistics(config: Config, method: Method) -> None:
             where="batch.mini_batch_prompts",
             fix="batch.mini_batch_prompts=null and batch.epochs=1",
         )
+    if method.measures_every and config.statistics.scope == "micro_batch":
+        raise ConfigError(
+            f"{config.algorithm.name} forecasts the entropy change of a selection over the whole"
+            " batch",
+            where="statistics.scope",
+            fix="statistics.scope=batch",
+        )
     if not config.skips_log_prob_pass or config.supervised:
         return
     exact = "set statistics.gate=exact"

@@ -154,8 +154,9 @@ def skipped_after(
                 f"loss or gradient was not finite in {most} optimizer steps in a row",
                 where=f"step {step}",
                 fix=(
-                    "lower optimizer.lr, and look at the batches in the run's folder guards/,"
-                    " which name the first value that was not finite; the weights are unharmed"
+                    "look at the batches in the run's folder guards/, which name the first value"
+                    " that was not finite; the weights are unharmed, and a new run from their"
+                    " checkpoint (megatron-stare convert) may have a lower optimizer.lr"
                 ),
             )
     return skipped

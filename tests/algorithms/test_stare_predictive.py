@@ -11,12 +11,18 @@ import torch
 from support.token_batches import ask, state_of, token_batch
 from torch import Tensor
 
+from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State
 from megatron_stare.algorithms.stare_predictive import ENOUGH, StarePredictive
 from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Threshold
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+THRESHOLDS = {
+    name: Threshold(*torch.ones(3, dtype=torch.int64), torch.tensor(1.0))
+    for name in ("plus", "minus")
+}
 NAMES = ("entropy", "predictive/plain", "predictive/plus", "predictive/minus")
 
 
@@ -46,7 +52,7 @@ def fitted(own: StarePredictive, kappa: float, drift: float, **more: float) -> S
     values = {
         **own.initial_state(),
         "steps": 9.0, "measured": 9.0, "kappa": kappa, "drift": drift, "square": 1e-20,
-        "spread": 1.0, "spread_drift": 1.0, "held": 0.01, "level": 0.2, **more,
+        "spread": 1.0, "spread_drift": 1.0, "held": 0.01, "level": 0.2, "begun": 1.0, **more,
     }  # fmt: skip
     return {name: torch.tensor(x, dtype=torch.float64) for name, x in values.items()}
 
@@ -98,8 +104,9 @@ def test_only_tokens_whose_sign_is_certain_are_weighed() -> None:
 
 @pytest.mark.parametrize("level", [0.29, 0.3, 0.301])
 def test_the_weights_meet_the_demand_and_are_the_least_that_do(level: float) -> None:
-    own = method(floor=0.0, trust=1.0, amplify_max=50.0, attenuate_min=1e-3)
-    state = own.control(fitted(own, 0.5, -0.0004), statistics(level, -0.004, 0.01, -0.006))
+    own = method(floor=0.0, amplify_max=50.0, attenuate_min=1e-3)
+    before = fitted(own, 0.5, -0.0004, level=level)
+    state = own.control(before, statistics(level, -0.004, 0.01, -0.006))
     wanted = 0.2 * (0.3 - level)
     w, m = float(state["amplify"]), float(state["attenuate"])
     u = -0.004 + (w - 1) * 0.01 + (m - 1) * -0.006
@@ -118,8 +125,9 @@ def test_the_weights_meet_the_demand_and_are_the_least_that_do(level: float) -> 
 def test_what_a_bound_cuts_off_the_other_weight_takes(
     bounds: dict[str, float], at_bound: str
 ) -> None:
-    own = method(floor=0.0, trust=1.0, **{"amplify_max": 9.0, "attenuate_min": 0.01, **bounds})
-    state = own.control(fitted(own, 0.5, 0.0), statistics(0.29, -0.002, 0.01, -0.01))
+    own = method(floor=0.0, **{"amplify_max": 9.0, "attenuate_min": 0.01, **bounds})
+    before = fitted(own, 0.5, 0.0, level=0.29)
+    state = own.control(before, statistics(0.29, -0.002, 0.01, -0.01))
     assert float(state[at_bound]) == pytest.approx(next(iter(bounds.values())))
     assert 0.5 * float(state["forecast"]) == pytest.approx(0.2 * 0.01, abs=1e-12)
 
@@ -134,12 +142,123 @@ def test_a_demand_beyond_both_bounds_takes_both_and_one_below_takes_none() -> No
     assert float(state["wanted"]) == pytest.approx(0.2 * (0.3 - 2.0))  # a fall has no bound
 
 
+def test_weights_with_a_floor_under_the_hold() -> None:
+    """Worked by hand: G+ .01, G- -.0001, mean G+ .01, floor .15: D = 1.0226e-4."""
+    own = method()
+    before = fitted(own, 0.5, 0.0, level=0.3)
+    state = own.control(before, statistics(0.3, -0.005, 0.01, -0.0001))
+    size = 0.01**2 + 0.0001**2 + 0.0015**2
+    assert float(state["amplify"]) == pytest.approx(1 + 0.01 * 0.005 / size)
+    assert float(state["attenuate"]) == pytest.approx(1 - 0.0001 * 0.005 / size)
+    # below the floor there is no hold
+    state = own.control(fitted(own, 0.5, 0.0), statistics(0.2, -0.005, 0.001, -0.01))
+    assert float(state["held"]) == pytest.approx(0.9 * 0.01 + 0.1 * 0.001)
+    assert float(state["active"]) == 0
+
+
+def test_a_gain_that_is_not_known_well_is_not_used() -> None:
+    own = method()
+    for spread, active in ((0.9, 1.0), (1.1, 0.0)):  # kappa 0.5 is two errors at 1
+        before = fitted(own, 0.5, 0.0, square=0.0625, spread=spread)
+        state = own.control(before, statistics(0.2, -0.005, 0.01, -0.01))
+        assert float(state["active"]) == active
+        expected = 0.5 * float(state["forecast"]) if active else 0.0
+        assert float(state["pending"]) == pytest.approx(expected)
+    before = fitted(own, 0.5, -0.003)
+    state = own.control(before, statistics(0.2, -0.005, 0.01, -0.01))
+    assert float(state["pending"]) == pytest.approx(0.5 * float(state["forecast"]) - 0.003)
+
+
+def test_the_target_of_every_step() -> None:
+    own = method(entropy_target=0.4, target_end=0.2, ramp_start=2, ramp_steps=4)
+    state, logged, wanted = state_of(own), [], []
+    for _ in range(8):
+        known = statistics(0.4, -0.005, 0.01, -0.01)
+        state = own.control({**state, "level": torch.tensor(0.4, dtype=torch.float64)}, known)
+        logged.append(float(own.target(state["steps"] - 1)))
+        wanted.append(float(state["wanted"]))
+    assert logged == pytest.approx([0.4, 0.4, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2])
+    # the step from one target to the next, and a fifth of the gap; the level stays at 0.4
+    gaps = [0.2 * (target - 0.4) for target in logged]
+    moves = [0.0, 0.0, -0.05, -0.05, -0.05, -0.05, 0.0, 0.0]
+    assert wanted == pytest.approx([g + m for g, m in zip(gaps, moves, strict=True)], abs=1e-3)
+    metrics = own.metrics({**known, "tokens": torch.tensor(1.0), **THRESHOLDS}, state)
+    assert float(metrics["entropy/target"]) == pytest.approx(0.2)
+
+
+def test_an_update_that_was_not_taken_changes_no_expectation() -> None:
+    own = method(trust=0.15)
+    state = fitted(own, 0.5, 0.0)
+    for _ in range(10):
+        state = own.control(state, statistics(0.2, -0.005, 0.01, -0.01))
+        assert float(state["pending"]) != 0
+        state = own.observe(state, None)
+    assert float(state["level"]) == pytest.approx(0.2)
+    assert float(state["measured"]) == 9
+
+
+def test_a_first_batch_without_numbers_does_not_begin_the_filter() -> None:
+    own = method()
+    state = own.control(state_of(own), statistics(math.nan, 0.0, 0.01, -0.01))
+    state = own.observe(state, torch.tensor(0.1, dtype=torch.float64))
+    assert float(state["measured"]) == 0  # no forecast was made for it
+    state = own.control(state, statistics(0.4, 0.0, 0.01, -0.01))
+    assert float(state["level"]) == pytest.approx(0.4)
+
+
+def test_misses_of_zero_do_not_end_the_fit() -> None:
+    own = method()
+    state = {**state_of(own), "usable": torch.tensor(1.0, dtype=torch.float64)}
+    for _ in range(6):
+        state = own.observe(state, torch.tensor(0.0, dtype=torch.float64))
+    drawn = np.random.default_rng(0)
+    for _ in range(40):
+        state["forecast"] = torch.tensor(drawn.normal(0, 1e-2), dtype=torch.float64)
+        state = own.observe(state, 0.4 * state["forecast"])
+    assert float(state["kappa"]) == pytest.approx(0.4, rel=0.05)
+
+
+def test_forgetting_without_news_stays_finite_and_an_old_fit_still_learns() -> None:
+    own = method()
+    state = fitted(own, 0.5, 0.0, square=1e-8, usable=1.0, forecast=0.001)
+    for _ in range(5000):
+        state = own.observe(state, torch.tensor(0.0005, dtype=torch.float64))
+    assert max(float(state["spread"]), float(state["spread_drift"])) <= 1e10
+    assert float(state["square"]) < 1e-12  # the last hundred steps, not all
+    assert all(math.isfinite(float(x)) for x in state.values())
+
+
+def test_the_forecast_leaves_out_what_the_loss_leaves_out() -> None:
+    """With a correction: masked tokens are not in it, and weights are."""
+    for correction in (
+        Correction(mode="mask", low=0.97, high=1.03),
+        Correction(mode="icepop", low=0.97, high=1.03),
+        Correction(mode="truncate", high=1.5, normalise=True),
+    ):
+        own = method(
+            entropy_target=5.0, share=0.3, amplify=2.5, attenuate=0.4, correction=correction
+        )
+        logits, batch = softmax_batch()
+        generator = torch.Generator().manual_seed(1)
+        noise = 0.1 * torch.randn(len(batch.index), generator=generator)
+        batch.rollout_log_prob = batch.old_log_prob.float() + noise
+        known = ask(own, batch)
+        state = own.control(state_of(own), known)
+        loss = own.token_loss(batch, known, state).loss
+        (slope,) = torch.autograd.grad((own.coefficients(batch, known) * loss).sum(), logits)
+        rate = 1e-4
+        log_p = (logits.detach() - rate * slope).log_softmax(-1)
+        change = (-(log_p.exp() * log_p).sum(-1) - batch.entropy).sum() / rate
+        assert float(state["forecast"]) == pytest.approx(float(change), rel=1e-3)
+
+
 @pytest.mark.parametrize("forget", [1.0, 0.95])
 def test_the_fit_is_weighted_least_squares(forget: float, monkeypatch: Any) -> None:
     import megatron_stare.algorithms.stare_predictive as module
 
     monkeypatch.setattr(module, "_CLIP", 1e9)
-    own, state = method(forget=forget), state_of(method())
+    own = method(forget=forget)
+    state = {**state_of(own), "usable": torch.tensor(1.0, dtype=torch.float64)}
     drawn = np.random.default_rng(0)
     u = drawn.normal(0, 1e-2, 60)
     y = 0.4 * u - 3e-4 + drawn.normal(0, 1e-3, 60)
@@ -158,14 +277,16 @@ def test_the_fit_is_weighted_least_squares(forget: float, monkeypatch: Any) -> N
 
 def test_one_wild_measurement_moves_the_fit_by_a_bounded_amount() -> None:
     own = method()
-    state = {**fitted(own, 0.5, 0.0), "square": torch.tensor(1e-6, dtype=torch.float64)}
-    state["forecast"] = torch.tensor(1.0, dtype=torch.float64)
+    state = fitted(own, 0.5, 0.0, square=1e-6, usable=1.0, forecast=1.0)
     wild = own.observe(state, torch.tensor(1e3, dtype=torch.float64))
     assert abs(float(wild["kappa"]) - 0.5) <= 3e-3
 
 
-def plant(own: StarePredictive, kappa: float, steps: int = 300, **more: Any) -> dict[str, Any]:
-    """Runs the controller on a linear plant whose measured changes and entropies have noise."""
+def plant(
+    own: StarePredictive, kappa: float, steps: int = 300, unseen: float = 0.0
+) -> dict[str, Any]:
+    """Runs the controller on a linear plant whose measured changes and entropies have noise.
+    `unseen`: what the entropy changes beside what is measured on the step's own tokens."""
     drawn = np.random.default_rng(1)
     state, entropy = state_of(own), 0.6
     found: dict[str, list[float]] = {"entropy": [], "active": [], "target": []}
@@ -178,7 +299,7 @@ def plant(own: StarePredictive, kappa: float, steps: int = 300, **more: Any) -> 
             (float(state["amplify"]) - 1) * plus + (float(state["attenuate"]) - 1) * minus
         )
         change = kappa * u - 2e-4 + drawn.normal(0, 3e-4)
-        entropy += change
+        entropy += change + unseen
         if step % own.measure_every == 0:
             state = own.observe(state, torch.tensor(change, dtype=torch.float64))
         # as a checkpoint does
@@ -191,10 +312,14 @@ def plant(own: StarePredictive, kappa: float, steps: int = 300, **more: Any) -> 
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("end", [None, 0.45, 0.15])
-def test_on_a_linear_plant_the_entropy_follows_its_target(end: float | None, every: int) -> None:
-    ramp = {} if end is None else {"target_end": end, "ramp_start": 220, "ramp_steps": 100}
-    found = plant(method(measure_every=every, **ramp), kappa=0.4, steps=350)
-    late = slice(210, None)
+@pytest.mark.parametrize("unseen", [0.0, 6e-4, -6e-4])
+def test_on_a_linear_plant_the_entropy_follows_its_target(
+    end: float | None, every: int, unseen: float
+) -> None:
+    ramp = {} if end is None else {"target_end": end, "ramp_start": 420, "ramp_steps": 100}
+    found = plant(method(measure_every=every, **ramp), kappa=0.4, steps=550, unseen=unseen)
+    late = slice(410, None)
+    assert abs(np.mean((found["entropy"] - found["target"])[late])) < 0.0015
     assert found["active"][late].mean() > 0.99
     assert np.sqrt(np.mean((found["entropy"] - found["target"])[late] ** 2)) < 0.006
     assert found["target"][-1] == pytest.approx(end or 0.3)
@@ -214,6 +339,11 @@ def test_before_the_fit_the_weights_are_stares_behind_its_gate() -> None:
             0, gate, 1.7, 0.6,
         ]  # fmt: skip
         assert float(state["forecast"]) == pytest.approx(-0.01 + gate * (0.7 * 0.01 + 0.4 * 0.01))
+    # the gate reads the batch's entropy, not the filtered one
+    state = own.control(
+        {**fitted(own, 0.5, 0.0, measured=1.0, level=0.5)}, statistics(0.29, -0.01, 0.01, -0.01)
+    )
+    assert float(state["level"]) > 0.3 and float(state["gate"]) == 1.0
     # nothing to hold on to, whatever the fit says
     state = own.control(fitted(own, 0.5, 0.0), statistics(0.2, -0.01, 0.0, -0.01))
     assert float(state["active"]) == 0
@@ -227,8 +357,11 @@ def test_statistics_that_are_not_finite_change_nothing_but_the_count(place: int)
     before = fitted(own, 0.5, 0.0)
     after = own.control(before, statistics(*values))
     assert {n for n in before if not torch.equal(before[n], after[n])} == {"steps"}
-    again = own.observe(before, torch.tensor(math.nan, dtype=torch.float64))
-    assert all(torch.equal(before[name], again[name]) for name in before)
+    again = own.observe(
+        {**before, "usable": torch.ones_like(before["steps"])},
+        torch.tensor(math.nan, dtype=torch.float64),
+    )
+    assert all(torch.equal(before[name], again[name]) for name in before.keys() - {"usable"})
 
 
 @pytest.mark.parametrize(
@@ -237,6 +370,8 @@ def test_statistics_that_are_not_finite_change_nothing_but_the_count(place: int)
         ({"entropy_target": None}, "needs an entropy_target"),
         ({"adaptive": True}, "chooses the weights"),
         ({"gate": "token"}, "chooses the weights"),
+        ({"gate_entropy": "kept"}, "chooses the weights"),
+        ({"aggregation": "micro_batch_mean"}, "micro_batch_mean"),
         ({"variant": "O2"}, "O1 and C2"),
         ({"amplify": 4.0}, "amplify_max"),
         ({"attenuate": 0.2}, "attenuate_min"),

@@ -58,7 +58,8 @@ def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
     log_prob_pass(worker, batch, plan)
     after = worker.step.measured.tokens.entropy if worker.step.measured is not None else None
     worker.close()
-    return {"metrics": result[0] if result else None, "before": before, "after": after}
+    metrics, state = result or (None, None)
+    return {"metrics": metrics, "state": state, "before": before, "after": after}
 
 
 def watched(metrics: dict[str, float]) -> dict[str, float]:
@@ -120,6 +121,35 @@ def test_every_layout_forecasts_and_measures_the_same(ranks, tmp_path: Path) -> 
         results = ranks.run(one_rank, 2, config_of(tmp_path, parallel=parallel, **every))
         (got,) = [watched(r["metrics"]) for r in results if r["metrics"] is not None]
         assert got == pytest.approx(want, rel=2e-4, abs=1e-6), parallel
+
+
+@pytest.mark.distributed
+def test_predictive_control_forecasts_as_the_trainer_does_and_learns_what_it_measures(
+    ranks, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    settings = {"name": "stare_predictive", "entropy_target": 5.0, "share": 0.3, "amplify": 2.0}
+    states = []
+    for parallel in ({}, {"tensor": 2}, {"data": 2}, {"pipeline": 2}):
+        size = 2 if parallel else 1
+        results = ranks.run(
+            one_rank, size, config_of(tmp_path, algorithm=settings, parallel=parallel)
+        )
+        ((metrics, state),) = [
+            (r["metrics"], r["state"]) for r in results if r["metrics"] is not None
+        ]
+        forecast = state["forecast"] / TEMPERATURE**2
+        assert forecast == pytest.approx(metrics["forecast/entropy_change"], rel=1e-4)
+        assert metrics["forecast/entropy_change"] > metrics["forecast/plain_change"]
+        assert (state["measured"], state["pending"], state["steps"]) == (1, 0, 1)
+        begun = metrics["entropy/mean"] + metrics["forecast/measured_change"]
+        assert state["level"] == pytest.approx(begun, rel=1e-6)
+        assert state["kappa"] * state["forecast"] + state["drift"] == pytest.approx(
+            metrics["forecast/measured_change"], rel=1e-2
+        )
+        states.append(state)
+    for state in states[1:]:
+        assert state == pytest.approx(states[0], rel=2e-3, abs=1e-6)
 
 
 @pytest.mark.distributed

@@ -83,8 +83,8 @@ class Policy:
 class Step:
     """Training step on one rollout batch, on this rank.
 
-    `measured`: the tokens that this rank holds, with the statistics of the whole rollout batch. None
-        on all pipeline stages but the last.
+    `measured`: the tokens that this rank holds, with the statistics of the whole rollout batch.
+        None on all pipeline stages but the last.
     `group`: group of the ranks that hold other tokens of the batch, or None if this rank holds all
         tokens.
     """
@@ -220,17 +220,19 @@ class Step:
         if not outcome.finite and self._objective is not None:
             samples = self._objective.tokens.sequence[self._objective.rows]
             self.lost = samples[~logged["loss/policy"].isfinite()].unique()
-        if outcome.taken and number == 0 and self._measures_change():
-            tokens = (
-                self._objective.tokens.select(self._objective.rows)
-                if self._objective is not None
-                else None
-            )
-            change = measured_change(policy.model, part, policy.head, tokens, self.group)
-            metrics = {**metrics, **change}
+        if number == 0 and self._measures_change():
+            change: dict[str, Tensor] = {}
+            if outcome.taken:
+                tokens = (
+                    self._objective.tokens.select(self._objective.rows)
+                    if self._objective is not None
+                    else None
+                )
+                change = measured_change(policy.model, part, policy.head, tokens, self.group)
+                metrics = {**metrics, **change}
             if self.measured is not None and self._is_due(self._method.measures_every):
                 after = self._method.observe(
-                    self.measured.next_state, change["forecast/measured_change"]
+                    self.measured.next_state, change.get("forecast/measured_change")
                 )
                 self.measured = replace(self.measured, next_state=after)
         if self.measured is None or not policy.layout.is_reporting_rank:
