@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -278,35 +279,43 @@ def compared(found: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
+def of_job(job: tuple[Control, str, int, int]) -> Tensor:
+    """Returns `errors` of a controller in a condition, in a process of the pool."""
+    control, condition, seeds, seed = job
+    torch.set_num_threads(1)
+    return errors(control, CONDITIONS[condition], seeds, seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    chosen, tried = {}, {}
-    for name in CONTROLLERS:
-        results = [
-            (float(errors(each, CONDITIONS["nominal"], args.seeds // 2, SWEEP_SEED).mean()), each)
-            for each in settings_of(name)
-        ]
-        chosen[name] = min(results, key=lambda each: each[0])[1]
-        tried[name] = [round(error, 5) for error, _ in results]
-        print(name, tried[name], chosen[name], flush=True)
-    told: dict[str, Any] = {
-        "machine": machine(),
-        "seeds": args.seeds,
-        "chosen": {name: str(each) for name, each in chosen.items()},
-        "sweep": tried,
-        "conditions": {},
-    }
-    for name, condition in CONDITIONS.items():
-        found = {each: errors(chosen[each], condition, args.seeds, SEED) for each in CONTROLLERS}
-        told["conditions"][name] = compared(found)
-        print(name, json.dumps(told["conditions"][name]), flush=True)
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        chosen, tried = {}, {}
+        for name in CONTROLLERS:
+            settings = list(settings_of(name))
+            jobs = [(each, "nominal", args.seeds // 2, SWEEP_SEED) for each in settings]
+            means = [float(found.mean()) for found in pool.map(of_job, jobs, chunksize=1)]
+            chosen[name] = settings[means.index(min(means))]
+            tried[name] = [round(mean, 5) for mean in means]
+            print(name, tried[name], chosen[name], flush=True)
+        told: dict[str, Any] = {
+            "machine": machine(),
+            "seeds": args.seeds,
+            "chosen": {name: str(each) for name, each in chosen.items()},
+            "sweep": tried,
+            "conditions": {},
+        }
+        for name in CONDITIONS:
+            jobs = [(chosen[each], name, args.seeds, SEED) for each in CONTROLLERS]
+            found = pool.map(of_job, jobs, chunksize=1)
+            told["conditions"][name] = compared(dict(zip(CONTROLLERS, found, strict=True)))
+            print(name, json.dumps(told["conditions"][name]), flush=True)
+            args.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":
