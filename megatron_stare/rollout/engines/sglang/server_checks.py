@@ -282,8 +282,8 @@ def _check_nodes(config: Config, options: ServerOptions) -> None:
 
     if options.nodes > 1 and asked.sync == "tensor" and options.device == "cuda":
         raise ConfigError(
-            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which ranks of"
-            f" another node cannot open, and servers are on {options.nodes} nodes",
+            "sync=tensor sends handles of GPU memory, which ranks of another node cannot open, and"
+            f" every server is on {options.nodes} nodes",
             where="sglang.sync",
             fix="use disk" if asked.colocated else "use distributed or disk",
         )
@@ -297,15 +297,15 @@ def check_sync(config: Config) -> None:
         return
     if asked.sync == "tensor" and not asked.colocated:
         raise ConfigError(
-            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which servers"
-            " with GPUs of their own cannot open: they do not see the trainer's",
+            "sync=tensor sends handles of GPU memory, which servers with GPUs of their own cannot"
+            " open, because they do not see the trainer's GPUs",
             where="sglang.sync",
             fix="use distributed or disk, or sglang.colocated=true",
         )
     if asked.sync == "distributed" and asked.colocated:
         raise ConfigError(
-            "a trainer's rank and a server's would be two ranks of one NCCL group on one GPU"
-            " (sglang.colocated), which NCCL refuses",
+            "NCCL refuses two ranks of one NCCL group on one GPU, and with sglang.colocated a rank"
+            " of the trainer shares its GPU with a rank of a server",
             where="sglang.sync",
             fix="use tensor or disk, or give the servers GPUs of their own: sglang.colocated=false",
         )
