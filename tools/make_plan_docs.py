@@ -180,7 +180,7 @@ def _cause(row: Published, step: Step) -> str:
     _, kept = predicted(replace(row, recompute="none"))
     return (
         f". The difference exceeds {CLAIMED:.0%}. Training takes most of this step, and it is not"
-        " published whether that run recomputed activations; this recipe does. Without"
+        " published whether that run recomputed activations; its recipe now does. Without"
         f" recomputation, the step takes {kept.seconds:.1f} s ({_off(row.seconds, kept.seconds)})"
     )
 
