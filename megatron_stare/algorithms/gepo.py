@@ -1,6 +1,6 @@
 """GEPO (group-entropy policy optimisation, arXiv 2607.16850) weights the answers to a prompt by
-their mean surprisal. The GEPO of arXiv 2508.17850 is another method, which changes importance
-weights.
+the mean surprisal of all answers to the prompt. The GEPO of arXiv 2508.17850 is another method,
+which changes importance weights.
 
     H_g = mean surprisal of the group's tokens        mu, sd over the groups of the batch
     low <- (1 - r) low + r (mu - 0.2 sd)              high <- (1 - r) high + r (mu + 0.3 sd)

@@ -11,10 +11,10 @@ surprisal forms L-. A variant of STARE reweights L+, L- or both.
 
 The paper and this file take the quantile over the whole batch. The released code takes the quantile
 per micro-batch and rank. With `adaptive`, every step changes W and M, even while the gate is
-closed. As in the paper and in the released code, W and M change before the loss of the same step is
-computed. The module token_sets.py has the other operators of the paper's ablation, which also act
-on common tokens. In the ablation, a gate per sample uses the mean entropy of the response, and a
-gate per token uses the entropy at the token.
+closed. As in the paper and in the released code, W and M change before the loss of the same step,
+unless the gate is lagged. The module token_sets.py has the other operators of the paper's ablation,
+which also act on common tokens. In the ablation, a gate per sample uses the mean entropy of the
+response, and a gate per token uses the entropy at the token.
 """
 
 from __future__ import annotations

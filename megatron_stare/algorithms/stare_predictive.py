@@ -186,8 +186,8 @@ class StarePredictive(Stare):
         return asked
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Chooses W and M for this step. If a statistic is not finite, the state does not change
-        but for the number of steps."""
+        """Chooses W and M for this step. If a statistic is not finite, only `steps` and `usable`
+        change."""
         state = super(Stare, self).control(state, statistics)
         entropy = scalar(statistics, "entropy").to(torch.float64)
         plain, plus, minus = (

@@ -90,8 +90,7 @@ class BackgroundSave:
         )
 
     def written(self) -> bool:
-        """Returns True if this rank's part of the checkpoint is on disk, or if a writer of this
-        rank has failed. Does not wait."""
+        """Returns True if every writer of this rank has finished or failed. Does not wait."""
         return all(pipe.poll() for _, pipe in self._writers)
 
     def wait(self) -> None:

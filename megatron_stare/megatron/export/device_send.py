@@ -156,8 +156,8 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes a bucket's handles to the engine. After the next call of `meet`, all ranks know
-        that the engine has received the previous bucket."""
+        """Passes a bucket's handles to the engine. The next `meet` tells this engine's
+        trainer ranks that the previous bucket was received, unless an error is stored."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

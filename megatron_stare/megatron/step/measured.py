@@ -55,7 +55,7 @@ class Measured:
     state for the updates.
 
     `next_state`: the state with which the next step begins. `next_state` differs from `state` only
-        if a training pass replaced the log-prob pass.
+        after `Method.observe`, or if a training pass replaced the log-prob pass.
     `forecast`: metrics of the entropy forecast.
     """
 

@@ -148,7 +148,7 @@ class Step:
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
         """Computes the method's statistics over the rollout batch, and the method's state for this
-        step. The method's state changes once per rollout batch."""
+        step."""
         if self.measured is None:
             return
         before = {

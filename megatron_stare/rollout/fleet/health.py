@@ -44,7 +44,7 @@ SYNCED = (Health.DIRTY, *SERVING)  # states that take part in a weight update
 
 
 class NoEngineError(UserError):
-    """Raised if no replica of a run is in a state that the caller needs."""
+    """Raised if no replica is in a state that the caller needs, or if none returns a result."""
 
 
 class HealthError(RuntimeError):
@@ -132,7 +132,7 @@ class FleetHealth:
     answers. A replica that lost a request is also avoided for at least as long as the lost request
     was in flight. An avoided replica receives a request only if all serving replicas are avoided.
     Avoidance keeps a hanging replica from delaying one request after another by the full request
-    timeout. All back-offs end when the next rollout starts.
+    timeout. All back-offs end at the latest when the next rollout starts.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
