@@ -433,8 +433,8 @@ class TrainerWeights(WeightStream):
         self._trainers.call("forget_weights")
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """See WeightStream. Rank 0 returns the bucket. To gather the bucket, rank 0 needs all other
-        ranks to run `next_bucket` at the same time.
+        """See WeightStream. Rank 0 returns the bucket. To gather the bucket, rank 0 needs the
+        `next_bucket` calls of all other ranks.
 
         This method calls `begin_weight_stream` and `next_bucket` on the ranks. The method
         `checksums` calls `end_weight_stream` on the ranks. Requests the next bucket before yielding

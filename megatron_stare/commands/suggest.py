@@ -1,5 +1,5 @@
-"""Suggests STARE's entropy target and token weights from the first steps of a run (`megatron-stare
-suggest`)."""
+"""Suggests STARE's entropy target and token weights from the first steps of a run: the command
+`megatron-stare suggest`."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def read_layers(path: str | Path) -> list[Layer]:
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, or includes itself. The message
-        contains the chain of files that led to the file.
+            contains the chain of files that led to the file.
     """
     found: dict[Path, Layer] = {}
     _collect(path, Path(), (), found)

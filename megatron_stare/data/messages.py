@@ -29,7 +29,7 @@ TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
 class RowError(Exception):
     """Raised for a row that cannot be used as a demonstration.
 
-    kind: description of the fault. The same fault has the same description in every row.
+    `kind`: description of the fault. The same fault has the same description in every row.
     """
 
     def __init__(self, kind: str, fix: str) -> None:
@@ -65,8 +65,8 @@ def rendered(
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token does not count in the loss.
-    Each turn is encoded separately, so that no token spans two turns. In a rollout, no token spans
-    two turns either.
+    Each turn is encoded separately, so that no token spans the border of a turn. In a rollout, no
+    token does so either.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).

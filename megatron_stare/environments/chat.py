@@ -73,7 +73,7 @@ def _call(read: Any, body: str) -> Call | Malformed:
 class ChatFormat:
     """Renders the tokens between the turns of a response, with a tokenizer's chat template.
 
-    end: id of the token that ends a turn.
+    `end`: id of the token that ends a turn.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.

@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 class Verifiers(Environment):
     """Plays an environment of the library `verifiers`, version 0.4. The library's environment sets
-    the reward, so `reward.verifier` must be `environment`. The prompts must come from `data.source:
-    verifiers`.
+    the reward, so `reward.verifier` must be `environment`. The prompts must come from
+    `data.source: verifiers`.
 
     Args:
         taskset: name of the importable package that contains the taskset.
@@ -156,8 +156,8 @@ class Verifiers(Environment):
 class Library:
     """An environment of the library `verifiers`, together with its tasks.
 
-    agents: names of the environment's agents.
-    tasks: number of tasks; None: the taskset is endless.
+    `agents`: names of the environment's agents.
+    `tasks`: number of tasks; None: the taskset is endless.
     """
 
     def __init__(self, taskset: str, settings: Mapping[str, Any]) -> None:
@@ -288,8 +288,8 @@ class Episode:
     """Collects the response while the library plays an episode. An Episode must be used only in the
     event loop of the rollouts.
 
-    failed: error that ended the response, such as an error of an engine. The error is not passed on
-        to the library, because the library would treat it as an error of its own.
+    `failed`: error that ended the response, such as an error of an engine. The error is not passed
+        on to the library, because the library would treat it as an error of its own.
     """
 
     def __init__(
@@ -310,8 +310,8 @@ class Episode:
         self._asking: set[asyncio.Task[Any]] = set()
 
     async def turn(self, context: Sequence[int], most: int | None, trained: bool) -> Turn | None:
-        """Samples a turn after `context`. Returns None if the response has reached its token limit
-        or has failed.
+        """Samples a turn after `context`. Returns None if the response has no room for another
+        turn or has failed.
 
         Args:
             most: token limit of the turn; None: the tokens that remain for the response.

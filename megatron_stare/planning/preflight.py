@@ -336,7 +336,8 @@ def check_rounds(config: Config) -> None:
 
 def check_statistics(config: Config, method: Method) -> None:
     """Raises ConfigError if the lagged gate skips the log-prob pass although another setting needs
-    the pass, or if the method measures the entropy change of a step with several updates."""
+    the pass. Also raises ConfigError if the method measures the entropy change, but a step has
+    several updates or `statistics.scope` is `micro_batch`."""
     if method.measures_every and config.batch.updates > 1:
         raise ConfigError(
             f"{config.algorithm.name} learns from the entropy change of one update, and a rollout"

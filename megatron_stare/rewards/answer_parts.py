@@ -173,7 +173,7 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def nothing(text: str) -> str | None:
-    """Classifies an answer that states no number, such as 'no solution'. Returns "none",
+    """Classifies an answer that states no value, such as 'no solution'. Returns "none",
     "undefined", "infinite" or "infinity", and returns None for every other answer."""
     words = re.sub(r"\\(?:text|mathrm|textbf|mbox)(?![A-Za-z])|[\\${}().!]", " ", text).strip()
     words = re.sub(r"\s+", " ", words.lower())

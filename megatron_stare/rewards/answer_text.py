@@ -47,8 +47,8 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def bare(text: str) -> str:
-    """Removes decoration from an answer. Decoration means dollar signs, spacing, fonts, colours,
-    labels, check marks, a modulus such as (mod 7), the letter of a choice before its value, as in
+    r"""Removes decoration from an answer. Decoration means dollar signs, spacing, fonts, colours,
+    labels, check marks, a modulus such as \pmod{7}, the letter of a choice before its value, as in
     (B) 12, and a full stop at the end. Also rewrites numbers such as 1e5 as powers of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)

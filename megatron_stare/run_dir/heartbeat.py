@@ -1,7 +1,7 @@
 """Writes and reads heartbeats. Heartbeats are small files with a run's progress. Heartbeats stay
 readable despite a stalled disk, a stopped process or a deadlocked thread.
 
-A process of a run writes its own Beat whenever a phase or call begins or ends. The driver always
+A process of a run writes its own Beat whenever a phase or call begins or ends. The driver
 writes a Beat; with Ray, each rank and each engine also writes a Beat. Each Beat is one file in a
 folder that is stored in the node's memory. The watcher, a separate process (hangs/watcher.py),
 reads the Beats. The watcher copies the driver's Beat to heartbeat.json in the run directory, so

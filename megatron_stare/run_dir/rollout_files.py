@@ -42,11 +42,11 @@ class Token:
     `selected`: set that contains the token. "+" stands for L+, the rarest tokens of positive
         advantage that a method selects. "-" stands for L-, the rarest tokens of negative advantage
         that a method selects. "p" stands for U+, the low-surprisal tokens of positive advantage.
-        "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. "
-        " marks a token that an environment wrote.
+        "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. A
+        space marks a token that an environment wrote.
     `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
-        "?" means that the critical surprisal is unknown, because the run made no forecast. " "
-        marks a token that an environment wrote.
+        "?" means that the critical surprisal is unknown, because the run made no forecast. A
+        space marks a token that an environment wrote.
     """
 
     text: str

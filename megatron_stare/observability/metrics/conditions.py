@@ -309,7 +309,7 @@ class Grown(Condition):
 
 @dataclass(frozen=True)
 class Spike(Condition):
-    """Holds if the metric differs from the median of earlier steps by more than `spreads` times the
+    """Holds if the metric is above the median of earlier steps by more than `spreads` times the
     spread of these steps.
 
     `both_ways`: whether a value far below the median also counts as a spike.

@@ -67,7 +67,7 @@ FEW_TOKENS = 8  # "The answer is" and a box fit; a line of calculation does not
 
 def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the `signal/*` metrics of a step. All metrics except `signal/repetition` use only the
-    samples that the verifier has judged.
+    samples that have a reward.
 
     If the verifier does not report where the answer is, `signal/format` and `signal/no_reasoning`
     are missing.
