@@ -30,8 +30,8 @@ class Liveness:
     `state`: "running", "finished", "dead" or "silent". "finished" means that all steps are done.
         "dead" means that the driver has ended before all steps were done. The driver has ended if
         the run's lock is free on the driver's machine (or `host` is unknown), or if the watcher saw
-        the driver's process end. "silent" means that the run is on another machine, that its lock seems free, and that
-        no heartbeat was written in the last FRESH_S seconds.
+        the driver's process end. "silent" means that the run is on another machine, that its lock
+        seems free, and that no heartbeat was written in the last FRESH_S seconds.
     `host`: machine of the last start; "" if unknown.
     `beat`, `beat_age_s`: the newest heartbeat, and its age by this machine's clock. `beat` and
         `beat_age_s` are None if there is no heartbeat.
