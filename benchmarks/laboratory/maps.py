@@ -198,7 +198,7 @@ MAPS: dict[str, Map] = {
         _with(steps=600),
     ),
     "coupling": Map(
-        "How much must prompts learn from each other for entropy to matter?",
+        "How strongly must the gradient of one prompt move other prompts for entropy to matter?",
         {"coupling": (0.0, 0.25, 0.5, 0.75, 0.9), "share": (0.01, 0.02, 0.05)},
         _of(tree, "coupling", "share"),
         _all,

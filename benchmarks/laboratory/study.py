@@ -117,7 +117,7 @@ critical surprisal of their own state instead of a share of the batch. *Strong* 
 
 Each cell has {seeds} seeds, and each seed is a world of its own. All methods of a cell have the
 same worlds and the same random numbers. A difference counts as shown if it is more than
-{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes with one or two processes,
+{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes with two processes,
 beside other work and with pauses.
 
 **A toy cannot show** what a large model does. States here share no features, responses have at most
