@@ -169,7 +169,7 @@ def other_prompts_later(seeds: int, seed: int) -> World:
 
 @dataclass(frozen=True)
 class Condition:
-    """What differs from the nominal training.
+    """A training of its own kind; the defaults are the nominal training.
 
     `target`: target of a step.
     `lr`: factor on the learning rate of a step.
