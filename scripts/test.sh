@@ -31,5 +31,5 @@ cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 [ "$tier" != slow ] || exec "$PYTHON" tests/support/slow_shards.py "$@"
-# two workers, each with whole files: most tests are one process, and few use both cores
-exec "$PYTHON" -m pytest -n 2 --dist loadfile -m "$tier" "$@"
+# workers with whole files, one more than the two cores: most tests are one process, and many wait
+exec "$PYTHON" -m pytest -n 3 --dist loadfile -m "$tier" "$@"
