@@ -115,15 +115,20 @@ def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
         first.build(First, [(Site(part.peers([0]), "10.0.0.1", ("10.0.0.2",)),)])
         assert first.call("asked") == [[f"1 on {found.parts[1].id}", "10.0.0.1", "10.0.0.2"]]
         part.close()
-        deadline = time.monotonic() + WAIT_S  # Ray ends the process after `close` has returned
         with pytest.raises(WorkerLostError, match="a engine process died"):
-            while time.monotonic() < deadline:
-                first.call("asked")
+            until_lost(first)
     finally:
         for each in started:
             each.close()
         reserved.release()
         until_free(FAKE, 4)
+
+
+def until_lost(engine: Any) -> None:
+    """Calls an engine until a call fails, for Ray ends a part after its `close` has returned."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        engine.call("asked")
 
 
 def until_free(resource: str, gpus: int) -> None:
