@@ -17,9 +17,10 @@ TEXT
 
 tier="not slow and not wide and not sglang"
 served=
+workers=3  # one more than the two cores, because many tests wait
 case "${1:-}" in
 -h | --help) usage; exit 0 ;;
---all) tier="not slow"; served=1; shift ;;
+--all) tier="not slow"; served=1; workers=2; shift ;;  # servers use the cores themselves
 --slow) tier="slow"; served=1; shift ;;
 esac
 
@@ -31,5 +32,5 @@ cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 [ "$tier" != slow ] || exec "$PYTHON" tests/support/slow_shards.py "$@"
-# workers with whole files, one more than the two cores: most tests are one process, and many wait
-exec "$PYTHON" -m pytest -n 3 --dist loadfile -m "$tier" "$@"
+# workers with whole files: most tests are one process, and few use both cores
+exec "$PYTHON" -m pytest -n "$workers" --dist loadfile -m "$tier" "$@"
