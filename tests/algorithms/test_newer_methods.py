@@ -8,7 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.token_batches import ask, loss_and_gradient, state_of, token_batch
+from support.token_batches import (
+    ask,
+    loss_and_gradient,
+    softmax_batch,
+    state_of,
+    token_batch,
+)
 from torch import Tensor
 
 from megatron_stare.algorithms import METHODS
@@ -61,23 +67,6 @@ def test_no_other_method_pushes_the_same_way(name: str) -> None:
         gradient = loss_and_gradient(build_method({"name": other, **settings}), batch)[1]
         cosine = torch.nn.functional.cosine_similarity(own, gradient, dim=0)
         assert float(cosine) < 0.9999, other
-
-
-def softmax_batch(rewards: list[float]) -> tuple[Tensor, TokenBatch]:
-    """Logits [N, 5] of tokens that have a distribution each, and the batch sampled from them."""
-    generator = torch.Generator().manual_seed(3)
-    batch = token_batch(rewards, method=Grpo(), lengths=[8] * len(rewards))
-    logits = 1.5 * torch.randn(len(batch.index), 5, generator=generator, dtype=torch.float64)
-    log_p = logits.log_softmax(-1)
-    drawn = torch.multinomial(log_p.exp(), 1, generator=generator)
-    batch.old_log_prob = log_p.gather(-1, drawn)[:, 0]
-    batch.entropy = -(log_p.exp() * log_p).sum(-1)
-    batch.sum_p2 = (2 * log_p).exp().sum(-1)
-    batch.sum_p2_log_p = ((2 * log_p).exp() * log_p).sum(-1)
-    batch.advantage = batch.advantage.double()
-    leaf = logits.clone().requires_grad_()
-    batch.log_prob = leaf.log_softmax(-1).gather(-1, drawn)[:, 0]
-    return leaf, batch
 
 
 def entropy_after(method: Method, lr: float) -> float:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.token_batches import ask, state_of, token_batch
+from support.token_batches import ask, softmax_batch, state_of
 from torch import Tensor
 
 from megatron_stare.algorithms.correction import Correction
-from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State
 from megatron_stare.algorithms.stare_predictive import ENOUGH, StarePredictive
 from megatron_stare.records.batch import TokenBatch
@@ -30,21 +29,23 @@ def method(**settings: Any) -> StarePredictive:
     return StarePredictive(**{"entropy_target": 0.3, **settings})
 
 
-def softmax_batch(seed: int = 3) -> tuple[Tensor, TokenBatch]:
-    """Logits [N, 6] of tokens that have a distribution each, and the batch sampled from them."""
-    generator = torch.Generator().manual_seed(seed)
-    batch = token_batch(MIXED, method=Grpo(), lengths=[12] * len(MIXED))
-    logits = 1.5 * torch.randn(len(batch.index), 6, generator=generator, dtype=torch.float64)
-    log_p = logits.log_softmax(-1)
-    drawn = torch.multinomial(log_p.exp(), 1, generator=generator)
-    batch.old_log_prob = log_p.gather(-1, drawn)[:, 0]
-    batch.entropy = -(log_p.exp() * log_p).sum(-1)
-    batch.sum_p2 = (2 * log_p).exp().sum(-1)
-    batch.sum_p2_log_p = ((2 * log_p).exp() * log_p).sum(-1)
-    batch.advantage = batch.advantage.double()
-    leaf = logits.clone().requires_grad_()
-    batch.log_prob = leaf.log_softmax(-1).gather(-1, drawn)[:, 0]
-    return leaf, batch
+def sampled() -> tuple[Tensor, TokenBatch]:
+    return softmax_batch(MIXED, length=12, vocabulary=6)
+
+
+def forecast_and_change(
+    own: StarePredictive, logits: Tensor, batch: TokenBatch
+) -> tuple[float, float, Any]:
+    """Returns the forecast, the rate at which a small step of gradient descent on the logits of the
+    whole loss changes the sum of the entropies, and the statistics."""
+    known = ask(own, batch)
+    state = own.control(state_of(own), known)
+    loss = own.token_loss(batch, known, state).loss
+    (slope,) = torch.autograd.grad((own.coefficients(batch, known) * loss).sum(), logits)
+    rate = 1e-4
+    log_p = (logits.detach() - rate * slope).log_softmax(-1)
+    change = (-(log_p.exp() * log_p).sum(-1) - batch.entropy).sum() / rate
+    return float(state["forecast"]), float(change), known
 
 
 def fitted(own: StarePredictive, kappa: float, drift: float, **more: float) -> State:
@@ -70,24 +71,17 @@ def statistics(*values: float) -> dict[str, Any]:
 def test_the_forecast_is_the_first_order_change_of_the_entropy(
     weights: dict[str, float], variant: str
 ) -> None:
-    """Against a small step of gradient descent on the logits of the whole loss."""
     own = method(entropy_target=5.0, share=0.3, variant=variant, **weights)  # the gate is open
-    logits, batch = softmax_batch()
-    known = ask(own, batch)
-    state = own.control(state_of(own), known)
-    loss = own.token_loss(batch, known, state).loss
-    (slope,) = torch.autograd.grad((own.coefficients(batch, known) * loss).sum(), logits)
-    rate = 1e-4
-    log_p = (logits.detach() - rate * slope).log_softmax(-1)
-    change = (-(log_p.exp() * log_p).sum(-1) - batch.entropy).sum() / rate
-    assert float(state["forecast"]) == pytest.approx(float(change), rel=1e-3)
+    logits, batch = sampled()
+    forecast, change, known = forecast_and_change(own, logits, batch)
+    assert forecast == pytest.approx(change, rel=1e-3)
     plain = float(known["predictive/plain"])
-    assert (float(state["forecast"]) > plain + 1e-3) == (weights["amplify"] > 1)
+    assert (forecast > plain + 1e-3) == (weights["amplify"] > 1)
 
 
 def test_only_tokens_whose_sign_is_certain_are_weighed() -> None:
     own = method(entropy_target=5.0, share=0.9, amplify=2.0, attenuate=0.5)
-    _, batch = softmax_batch()
+    _, batch = sampled()
     known = ask(own, batch)
     weights = own.weights(batch, known, own.control(state_of(own), known))
     log_p = batch.old_log_prob
@@ -238,18 +232,12 @@ def test_the_forecast_leaves_out_what_the_loss_leaves_out() -> None:
         own = method(
             entropy_target=5.0, share=0.3, amplify=2.5, attenuate=0.4, correction=correction
         )
-        logits, batch = softmax_batch()
+        logits, batch = sampled()
         generator = torch.Generator().manual_seed(1)
         noise = 0.1 * torch.randn(len(batch.index), generator=generator)
         batch.rollout_log_prob = batch.old_log_prob.float() + noise
-        known = ask(own, batch)
-        state = own.control(state_of(own), known)
-        loss = own.token_loss(batch, known, state).loss
-        (slope,) = torch.autograd.grad((own.coefficients(batch, known) * loss).sum(), logits)
-        rate = 1e-4
-        log_p = (logits.detach() - rate * slope).log_softmax(-1)
-        change = (-(log_p.exp() * log_p).sum(-1) - batch.entropy).sum() / rate
-        assert float(state["forecast"]) == pytest.approx(float(change), rel=1e-3)
+        forecast, change, _ = forecast_and_change(own, logits, batch)
+        assert forecast == pytest.approx(change, rel=1e-3)
 
 
 @pytest.mark.parametrize("forget", [1.0, 0.95])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import Method
 from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.records.batch import TokenBatch
@@ -108,3 +109,25 @@ def by_sequence(batch: TokenBatch) -> list[Tensor]:
     return [
         (batch.sequence == i).nonzero().squeeze(1) for i in reversed(range(batch.num_sequences))
     ]
+
+
+def softmax_batch(
+    rewards: list[float], *, length: int = 8, vocabulary: int = 5
+) -> tuple[Tensor, TokenBatch]:
+    """Logits [N, vocabulary] of tokens that have a distribution each, and the batch sampled from
+    them."""
+    generator = torch.Generator().manual_seed(3)
+    batch = token_batch(rewards, method=Grpo(), lengths=[length] * len(rewards))
+    logits = 1.5 * torch.randn(
+        len(batch.index), vocabulary, generator=generator, dtype=torch.float64
+    )
+    log_p = logits.log_softmax(-1)
+    drawn = torch.multinomial(log_p.exp(), 1, generator=generator)
+    batch.old_log_prob = log_p.gather(-1, drawn)[:, 0]
+    batch.entropy = -(log_p.exp() * log_p).sum(-1)
+    batch.sum_p2 = (2 * log_p).exp().sum(-1)
+    batch.sum_p2_log_p = ((2 * log_p).exp() * log_p).sum(-1)
+    batch.advantage = batch.advantage.double()
+    leaf = logits.clone().requires_grad_()
+    batch.log_prob = leaf.log_softmax(-1).gather(-1, drawn)[:, 0]
+    return leaf, batch
