@@ -42,7 +42,8 @@ def test_an_attempt_fails_and_the_next_code_runs(
     assert time.monotonic() - before < 60
     assert file.read_text() == "the secret" and canary["came"] == []
     for _ in range(2):  # both workers serve on
-        assert run(box, "print(6 * 7)") == Ran("42\n", False)
+        found = run(box, "print(6 * 7)")
+        assert found == Ran("42\n", False) and found.seconds > 0
 
 
 def test_programs_run_as_in_python(box: Sandbox) -> None:
