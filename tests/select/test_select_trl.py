@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -28,22 +29,39 @@ pytestmark = [
 ]
 
 
-def program(what: str, folder: Path, ranks: int = 1) -> None:
+def program(what: str, folder: Path, ranks: int = 1, trl: Path | None = None) -> None:
+    """Runs trl_program.py, with the trl in the folder `trl` instead of the environment's."""
     folder.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [str(PYTHON), *(launcher if ranks > 1 else []), str(PROGRAM), what, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finished(command, *([trl] if trl else []), ROOT)
+
+
+def finished(command: list[str], *first: Path, cwd: Path | None = None) -> str:
+    """Returns the output of a command that must succeed, with the folders `first` on its path."""
+    path = os.pathsep.join(map(str, first))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
 
 
 def updates(folder: Path, ranks: int, name: str = "") -> list[dict[str, np.ndarray]]:
-    """Returns each update of the whole batch, rows of rank 0 first."""
+    """Returns each update of the whole batch, rows of rank 0 first, padded to the widest rank.
+    Values outside the mask are 0."""
     found = []
     while (folder / f"{name}{len(found)}-0.npz").exists():
-        parts = [np.load(folder / f"{name}{len(found)}-{rank}.npz") for rank in range(ranks)]
+        files = [np.load(folder / f"{name}{len(found)}-{rank}.npz") for rank in range(ranks)]
+        width = max(file["mask"].shape[1] for file in files)
+        parts = [{key: padded(file[key], file["mask"], width) for key in file} for file in files]
         found.append({key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
     return found
+
+
+def padded(values: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
+    if values.ndim == 1:  # one value a row
+        return values
+    return np.pad(np.where(mask, values, 0), [(0, 0), (0, width - mask.shape[1])])
 
 
 def states(folder: Path, rank: int, name: str = "") -> list[dict]:
@@ -122,3 +140,97 @@ def test_what_makes_it_inexact_is_refused(tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for name, begins in expected.items():
         assert found[name] and found[name].startswith(begins), (name, found[name])
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment's trl in a folder of its own, with the patch."""
+    folder = tmp_path_factory.mktemp("patched")
+    where = finished([str(PYTHON), "-c", "import trl; print(trl.__path__[0])"]).splitlines()[-1]
+    shutil.copytree(where, folder / "trl", ignore=shutil.ignore_patterns("__pycache__"))
+    finished(["git", "apply", "-v", str(ROOT / "tools/stare_select/trl.patch")], cwd=folder)
+    return folder
+
+
+def test_the_patch_for_trl_selects_what_the_reference_selects(
+    tmp_path: Path, patched: Path
+) -> None:
+    program("patched", tmp_path / "one", trl=patched)
+    program("patched", tmp_path / "two", ranks=2, trl=patched)
+    one, two = updates(tmp_path / "one", 1), updates(tmp_path / "two", 2)
+    assert len(one) == len(two) == 4
+    for first, second in zip(one, two, strict=True):
+        for name, value in first.items():
+            np.testing.assert_array_equal(value, second[name], err_msg=name)
+    expected = reference(one, STARE)
+    for update, found in zip(one, expected, strict=True):
+        assert {1, -1} <= set(np.unique(found["codes"]))
+        inside = update["mask"].astype(bool)
+        np.testing.assert_allclose(update["weights"][inside], found["weights"][inside], rtol=1e-6)
+    widths = {np.load(tmp_path / "two" / f"0-{rank}.npz")["mask"].shape[1] for rank in (0, 1)}
+    assert len(widths) == 2  # ranks are padded to several widths
+    kept = states(tmp_path / "one", 0)
+    assert kept == states(tmp_path / "two", 0) == states(tmp_path / "two", 1)
+    for state, found in zip(kept, expected, strict=True):
+        assert state == pytest.approx({name: found[name] for name in state})
+
+
+def test_the_patch_for_trl_resumes(tmp_path: Path, patched: Path) -> None:
+    folder = tmp_path / "run"
+    program("patched_resume", folder, trl=patched)
+    whole, resumed = updates(folder, 1, "whole-"), updates(folder, 1, "resumed-")
+    assert len(whole) == 4 and len(resumed) == 2
+    for first, second in zip(whole[2:], resumed, strict=True):
+        for name, value in first.items():
+            np.testing.assert_array_equal(value, second[name], err_msg=name)
+    assert states(folder, 0, "resumed-") == states(folder, 0, "whole-")[2:]
+
+
+def test_the_tests_of_the_patch_for_trl_pass(patched: Path) -> None:
+    """Runs them on the tiny adder and a data set of this test, in place of those of the Hub."""
+    texts = patched / "tests" / "experimental" / "test_stare_trainer.py"
+    data = patched / "zen"
+    data.mkdir()
+    kinds = {
+        "standard_prompt_only": [f"{number}+{90 - number}+55=" for number in range(10, 27)],
+        "conversational_prompt_only": [
+            [{"role": "user", "content": f"{number}+{90 - number}+55="}] for number in range(10, 27)
+        ],
+    }
+    names = "".join(f"  - config_name: {kind}\n    data_files: {kind}.jsonl\n" for kind in kinds)
+    (data / "README.md").write_text(f"---\nconfigs:\n{names}---\n")
+    for kind, prompts in kinds.items():
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        (data / f"{kind}.jsonl").write_text("".join(lines))
+    model = patched / "adder"
+    shutil.copytree(ROOT / "assets" / "tiny-adder", model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    local = texts.read_text()
+    for hub, here in {
+        "trl-internal-testing/zen": data,
+        "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": model,
+    }.items():
+        assert hub in local
+        local = local.replace(hub, str(here))
+    texts.write_text(local)
+    for package in (texts.parent, texts.parents[1]):
+        (package / "__init__.py").touch()
+    (texts.parents[1] / "testing_utils.py").write_text(TRL_TEST_CASE)
+    told = finished([str(PYTHON), "-m", "pytest", "-q", str(texts)], patched, cwd=patched)
+    assert " passed" in told and "skipped" not in told, told
+
+
+# what the patch uses of TRL's base class of tests; here also, all configurations are for a CPU
+TRL_TEST_CASE = """
+import functools
+import pytest
+from trl.experimental.stare import STAREConfig
+
+STAREConfig.__init__ = functools.partialmethod(STAREConfig.__init__, use_cpu=True, bf16=False)
+
+
+class TrlTestCase:
+    @pytest.fixture(autouse=True)
+    def set_tmp_dir(self, tmp_path):
+        self.tmp_dir = str(tmp_path)
+"""

@@ -1,7 +1,8 @@
 """Trains the tiny adder in real TRL on fixed completions, and writes what every rank selected.
 
 test_select_trl.py runs it in TRL's environment, by itself or under torchrun:
-`trl_program.py {train,resume,refuse,dump} FOLDER`.
+`trl_program.py {train,resume,refuse,dump} FOLDER`. With tools/stare_select/trl.patch in trl,
+`patched` and `patched_resume` train TRL's own STARETrainer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def fixed(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
     for prompt in prompts:
         number = seen[prompt] = seen.get(prompt, -1) + 1
         source = np.random.default_rng(zlib.crc32(f"{prompt}{number // 2}".encode()))
-        length = WIDTH if number < 2 else int(source.integers(4, WIDTH + 1))
+        width = WIDTH - zlib.crc32(prompt.encode()) % 3  # ranks have batches of several widths
+        length = width if number < 2 else int(source.integers(4, width + 1))
         output["prompt_ids"].append(tokenizer(prompt)["input_ids"])
         output["completion_ids"].append(source.integers(2, 15, length).tolist())
         output["env_mask"].append([int(not 3 <= at < 6) for at in range(length)])
@@ -73,7 +75,7 @@ class Recording(StareGRPOTrainer):
         return batch
 
 
-def config(folder: Path, **more: Any) -> GRPOConfig:
+def config(folder: Path, of: type[GRPOConfig] = GRPOConfig, **more: Any) -> Any:
     settings: dict[str, Any] = {
         "output_dir": str(folder / "output"),
         "per_device_train_batch_size": 8,
@@ -91,7 +93,7 @@ def config(folder: Path, **more: Any) -> GRPOConfig:
         "bf16": False,
         "seed": 3,
     }
-    return GRPOConfig(**settings | more)
+    return of(**settings | more)
 
 
 def trainer(of: type[GRPOTrainer], args: GRPOConfig, **more: Any) -> Any:
@@ -129,12 +131,52 @@ def resume(folder: Path) -> None:
     _write(folder, "resumed-", resumed)
 
 
-def _write(folder: Path, name: str, running: Recording) -> None:
+def _write(folder: Path, name: str, running: Any) -> None:
     for number, update in enumerate(running.updates):
         np.savez(folder / f"{name}{number}-{RANK}.npz", **update)
     seconds = [each.get("stare/pass_seconds") for each in running.state.log_history]
     report = {"states": running.states, "pass_seconds": [s for s in seconds if s is not None]}
     (folder / f"{name}report-{RANK}.json").write_text(json.dumps(report))
+
+
+def _patched(folder: Path, **more: Any) -> Any:
+    """Returns TRL's own trainer of the patch, with the settings STARE. Keeps every update."""
+    from trl.experimental.stare import STAREConfig, STARETrainer  # only a patched TRL has them
+
+    class Kept(STARETrainer):
+        def _get_stare_weights(self, log_probs: Any, entropies: Any, advantages: Any, mask: Any):
+            weights = super()._get_stare_weights(log_probs, entropies, advantages, mask)
+            given = {"log_probs": log_probs, "entropies": entropies, "weights": weights}
+            given |= {"advantages": advantages, "mask": mask}
+            update = {name: value.clone().numpy() for name, value in given.items()}
+            self.updates = [*getattr(self, "updates", []), update]
+            state = {"amplify": self.amplification, "attenuate": self.attenuation}
+            self.states = [*getattr(self, "states", []), state]
+            return weights
+
+    stare = {
+        "stare_variant": STARE["variant"],
+        "entropy_target": STARE["entropy_target"],
+        "use_adaptive_weights": STARE["adaptive"],
+        "surprisal_fraction": STARE["share"],
+    }
+    return trainer(Kept, config(folder, STAREConfig, **stare | more))
+
+
+def patched(folder: Path) -> None:
+    running = _patched(folder)
+    running.train()
+    _write(folder, "", running)
+
+
+def patched_resume(folder: Path) -> None:
+    """Trains with a learning rate, then again from the checkpoint of step 2."""
+    whole = _patched(folder, learning_rate=1e-3)
+    whole.train()
+    _write(folder, "whole-", whole)
+    resumed = _patched(folder, learning_rate=1e-3)
+    resumed.train(resume_from_checkpoint=str(folder / "output" / "checkpoint-2"))
+    _write(folder, "resumed-", resumed)
 
 
 class WholeSum(GRPOTrainer):
@@ -192,6 +234,5 @@ def _message(call: Any) -> str | None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": train, "resume": resume, "refuse": refuse, "dump": dump}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    programs = (train, resume, refuse, dump, patched, patched_resume)
+    {each.__name__: each for each in programs}[sys.argv[1]](Path(sys.argv[2]))
