@@ -17,8 +17,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Imports `run` or `UserError` only when a program reads the name, so that importing the
-    package stays fast."""
+    """Imports `run` or `UserError` only when a program accesses this attribute, so that importing
+    the package stays fast."""
     import importlib
 
     if name not in _LAZY:

@@ -99,8 +99,8 @@ class RollBack(Exception):
 
 
 def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:
-    """Returns the error for a name that is not in `known`. The error suggests the most similar
-    known name."""
+    """Returns the ConfigError for a name that is not in `known`. The error suggests the known name
+    that is most similar, or lists all known names."""
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1)
     fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"

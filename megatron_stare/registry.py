@@ -1,5 +1,5 @@
-"""Finds the object that a configuration names. The configuration contains a short name that this
-package defines, or a path to a user's own object. The module does not import torch."""
+"""Finds the function or class that a configuration names, by a short name that this package defines
+or by a path to a user's own object. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ MOVED = {
 
 @dataclass(frozen=True)
 class Extension:
-    """Name and settings of an extension, which either ships with the package or belongs to the
-    user.
+    """Name and settings of an extension: a function or class of this package or of the user.
 
     In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are the
     keyword-only parameters of the function or class that the extension names; see `settings_of`.
@@ -67,12 +66,12 @@ class Extension:
 
     @classmethod
     def parse(cls, text: str) -> Extension:
-        """Parses the text that `str` returns for an extension."""
+        """Makes an extension from the text that `str` returned for it."""
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Returns a YAML value that `read` turns back into this extension. The value is only the
-        name if the extension has no settings, and a mapping otherwise."""
+        """Returns a YAML value from which `read` makes an equal extension: a mapping, or only the
+        name if the extension has no settings."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:
@@ -199,8 +198,8 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def _imported_file(path: str, where: str) -> ModuleType:
-    """Imports a file as a module, once per process. The module's name is not a valid name for an
-    import statement, so the module cannot shadow another module."""
+    """Imports a file as a module, once per process. The module gets a name that no import statement
+    can contain, so that it cannot replace another module."""
     file = Path(path).expanduser().resolve()
     name = f"file:{file}"
     if name in sys.modules:
@@ -223,8 +222,8 @@ def _imported_file(path: str, where: str) -> ModuleType:
 
 
 def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
-    """Returns an error that says either that the module is missing, or which line of the module
-    failed."""
+    """Returns an error for a failed import. The error says either that the module is missing, or
+    which line of the module failed."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     # rows of MOVED whose former module is the missing module or lies in the missing package
     if missing and (

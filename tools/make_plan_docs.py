@@ -179,8 +179,8 @@ def _cause(row: Published, step: Step) -> str:
         return ""
     _, kept = predicted(replace(row, recompute="none"))
     return (
-        f". The difference exceeds {CLAIMED:.0%}. Training takes most of this step, and it is not"
-        " published whether that run recomputed activations; its recipe now does. Without"
+        f". The difference exceeds {CLAIMED:.0%}. Training takes most of this step. NVIDIA did not"
+        " publish whether the run recomputed activations; the run's recipe now does. Without"
         f" recomputation, the step takes {kept.seconds:.1f} s ({_off(row.seconds, kept.seconds)})"
     )
 
@@ -190,18 +190,18 @@ def _arithmetic(row: Published, run: ResolvedRun, step: Step) -> str:
     flops = forward_flops(run.shape, row.prompt, row.response)
     phases = step.phases
     trained = f"log-probs {phases['log_probs']:.1f} + update {phases['update']:.1f}"
-    rest = f"sync {phases['sync']:.1f} + beside {Coefficients().fixed_s:.1f}"
+    rest = f"sync {phases['sync']:.1f} + other {Coefficients().fixed_s:.1f}"
     both = (
         f"max(rollout {phases['rollout']:.1f}, {trained})"
         if row.ahead
         else f"rollout {phases['rollout']:.1f} + {trained}"
     )
-    times = "3 forwards and full recomputation" if row.recompute == "full" else "3 forwards"
+    times = "4 (with full recomputation)" if row.recompute == "full" else "3"
     return (
-        f"{SEQUENCES} sequences of {row.prompt:.0f} + {row.response:.0f} tokens at"
-        f" {flops / 1e12:.1f} TFLOP a forward, 2 forwards (policy and reference) and an update of"
-        f" {times}, {run.config.parallel.world_size} trainer GPUs; {both} + {rest} ="
-        f" {step.seconds:.1f} s"
+        f"{SEQUENCES} sequences of {row.prompt:.0f} prompt and {row.response:.0f} response tokens"
+        f" on {run.config.parallel.world_size} trainer GPUs. A sequence's forward pass costs"
+        f" {flops / 1e12:.1f} TFLOP. A step has 2 forward passes (policy and reference) and an"
+        f" update that costs as much as {times}: {both} + {rest} = {step.seconds:.1f} s"
     )
 
 

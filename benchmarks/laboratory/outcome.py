@@ -220,8 +220,8 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "    python benchmarks/laboratory/trained.py --out"
         " benchmarks/results/laboratory_trained.json",
         "",
-        f"A Qwen2 of 2 layers and width 64 was trained with `megatron-stare`: {each} runs of tuning"
-        f" an arm and task, then {len(plan['seeds']['evaluation'])} with other seeds, all in"
+        f"A Qwen2 of 2 layers and width 64 was trained with `megatron-stare`: {each} tuning runs"
+        f" for each arm and task, then {len(plan['seeds']['evaluation'])} with other seeds, all in"
         f" {hours:.1f} hours. Tasks, tries, comparisons and predictions were committed before the"
         " runs, in `benchmarks/laboratory/preregistration.yaml`; `benchmarks/laboratory/digits.py`"
         " has the tasks.",
@@ -240,7 +240,12 @@ def section(told: Mapping[str, Any]) -> list[str]:
             lines += [before_the_change(told, task, changed), ""]
     lines += afterwards(told) or at_the_edge(told)
     lines += ["Greedy accuracy, which the plan names, was not recorded.", ""]
-    lines += ["What the maps let one expect of pass@1 against GRPO's:", "", *predicted(told), ""]
+    lines += [
+        "Pass@1 relative to GRPO, as the maps predict it and as observed:",
+        "",
+        *predicted(told),
+        "",
+    ]
     return [*lines, "Every task that was tried:", "", *tried(told), ""]
 
 

@@ -107,34 +107,37 @@ where it does not.
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
 
-A world is a tree of choices with eight prompts or so. The policy is a softmax with logits of its
-own for every state. Half of each prompt's gradient is the mean gradient of all prompts, so that
-prompts learn from each other as in a network. Entropy, expected reward and pass@k are exact. The
-methods are those of this project, held to their code by `tests/test_laboratory.py`. *By critical
-surprisal* is an experiment that no method of the project makes: it selects the tokens past the
-critical surprisal of their own state instead of a share of the batch. *Strong* arms have W of 2 or
-3, M of 0.2 and a share of 0.3.
+A world has about eight prompts. Each prompt is the root of a tree of token choices. For every state
+of the tree, the policy has separate logits and samples from their softmax. Half of each prompt's
+gradient is the mean gradient of all prompts, so an update on one prompt also changes the policy on
+other prompts, as in a network. Entropy, expected reward and pass@k are exact. The laboratory has
+its own code of this project's methods; `tests/test_laboratory.py` compares it with the project's.
+*By critical surprisal* is an experiment, not a method of this project: it selects the tokens whose
+surprisal exceeds the critical surprisal of their state, instead of a share of the batch. *Strong*
+methods have W = 2 or 3, M = 0.2 and a share P of 0.3.
 
 Each cell has {seeds} seeds, and each seed is a world of its own. All methods of a cell have the
 same worlds and the same random numbers. A difference counts as shown if it is more than
-{errors:.0f} standard errors from 0. The maps took {minutes:.0f} minutes with two processes,
-beside other work and with pauses.
+{errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes,
+beside other work.
 
 **A toy cannot show** what a large model does. States here share no features, responses have at most
 three choices, and the learning rate does not adapt. {trained}
 
-20-Entropy divides its loss by the tokens that it keeps, so its steps on them are about five times
-as long as those of the others at the same learning rate. DG multiplies each term by a weight
-between 0 and 1, so its steps are shorter. Clip_V removes up to one token of a step, which is a far
-larger share of a batch here than in a large run. OPEFO and GEPO are not in the maps, because their
-formulas are inferred.
+20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate, its
+steps on these tokens are therefore about five times as long as the steps of other methods. DG
+multiplies each term by a weight between 0 and 1, so its steps are shorter. Clip_V removes up to one
+token per step from the loss, which is a far larger share of a batch here than in a large run. OPEFO
+and GEPO are not in the maps, because their formulas are inferred.
 
 ## Where methods differ from the first of each map
 """
 CHOOSING = """\
-Means over the other axis of each setting's map. Take the direction, not the value: the target in
-nats depends on the model, and `megatron-stare suggest` reads it off a run's first steps
-([tuning](tuning.md)). The second table counts cells that are higher less those that are lower.
+Each value of the first table is a mean over the other axis of the setting's map. Use only the
+direction, not the value, because the target in nats depends on the model. `megatron-stare suggest`
+suggests a target from a run's first steps ([tuning](tuning.md)). The second table names, for each
+map, the methods for which cells with higher pass@1 minus cells with lower pass@1 is largest, and
+gives this difference.
 """
 
 
@@ -294,7 +297,7 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
             lower.append(f"a larger {word(name, axis).partition(',')[0]}")
     if lower:
         said = ", ".join(lower)
-        lines += ["", f"Pass@1 is higher, and the entropy at the end lower, with {said}."]
+        lines += ["", f"These give higher pass@1 and lower final entropy: {said}."]
     lines += [
         "",
         "| if this decides | methods higher in most cells, and in how many |",
@@ -386,15 +389,15 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         if figure == "drift":
             lines += [
-                "Change of entropy by one small update, nats a unit step, exact:",
+                "Exact change of entropy by one small update, in nats per unit of step size:",
                 "",
                 *crossings(told),
                 "",
             ]
         else:
             lines += [
-                f"Best mean of {FIGURES[figure]} in each cell, with that of"
-                f" {NAMES[methods(told)[0]]} in brackets:",
+                f"Method with the best mean of {FIGURES[figure]} in each cell, with this mean, and"
+                f" the mean of {NAMES[methods(told)[0]]} in brackets:",
                 "",
                 *best(name, told, figure),
                 "",

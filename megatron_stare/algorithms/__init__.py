@@ -1,9 +1,9 @@
-"""Methods of policy optimisation, one small file per method. The code of a method is tensor maths
-that does not depend on ranks.
+"""Methods of policy optimisation, one small file per method. A method's code computes with tensors
+and does not depend on the ranks.
 
-A method requests statistics of the whole batch and computes each token's loss from these
-statistics. `method.py` defines the contract. To use a method of your own, set its dotted path in
-the configuration.
+A method requests statistics of the whole batch, and uses them to compute each token's loss.
+`method.py` defines the contract. To use a method of your own, set its dotted path in the
+configuration.
 """
 
 from megatron_stare.process.vector_maths import settle

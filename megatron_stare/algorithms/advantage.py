@@ -19,17 +19,18 @@ def group_advantages(
     eps: float = 1e-6,
     number: int | None = None,
 ) -> Tensor:
-    """Returns (r - mean) / (std + eps) within each prompt group. Source: GRPO, arXiv 2402.03300.
+    """Returns each response's advantage (r - mean) / (std + eps). Here r is the response's reward,
+    and mean and std are taken over the rewards of its prompt group. Source: GRPO, arXiv 2402.03300.
 
     Args:
         rewards: [B] float64.
         groups: [B] int64 group numbers from 0.
-        counted: [B] bool, the responses that enter the mean and the deviation. Every response that
-            is not counted gets advantage 0.
+        counted: [B] bool, the responses whose rewards the mean and the standard deviation cover.
+            Every response that is not counted gets advantage 0.
         spread: the divisor of r - mean. 'sample' is the standard deviation with n - 1 (GRPO as in
             verl and slime). 'population' is the standard deviation with n. 'none' does not divide
             (Dr. GRPO, arXiv 2503.20783).
-        eps: added to the standard deviation.
+        eps: a number that is added to the standard deviation.
         number: the number of groups. If `number` is None, the number is computed from `groups`, and
             the host waits for the device.
 
@@ -63,8 +64,8 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """Returns the mask of the groups in which all counted responses have the same value in `x` [B],
-    [number] bool. Groups without counted responses are also in the mask."""
+    """Returns a mask of groups, [number] bool. A group is in the mask if all its counted responses
+    have the same value in `x` [B]. Groups without counted responses are also in the mask."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

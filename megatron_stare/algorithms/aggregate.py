@@ -1,8 +1,9 @@
-"""Coefficients that weight the token losses in the training loss.
+"""Coefficients by which the token losses are multiplied in the training loss.
 
-Coefficients are computed from counts over the whole batch of an optimizer step. The loss, summed
-over ranks and micro-batches, is therefore the same in every parallel layout. Only the aggregation
-'micro_batch_mean' depends on the layout, because it reproduces code that averages per micro-batch.
+A coefficient depends on how many tokens and responses the whole batch of an optimizer step has. The
+loss, summed over ranks and micro-batches, is therefore the same in every parallel layout. Only the
+aggregation 'micro_batch_mean' depends on the layout, because it reproduces code that averages per
+micro-batch.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@ every token keeps a gradient.
 
     J = (1 / N) sum_{i,t} sg[clip(rho, 1 - low, 1 + high)] A ln p
 
-The paper sets no lower bound. In this file, low = 1 means no lower bound. The paper gives no number
-for the upper bound; slime suggests high = 4. In TRL, `epsilon_high` is the upper bound itself (rho
-<= epsilon_high). Here and in slime, the upper bound is 1 + high.
+The paper sets no lower bound for the weight. Here low = 1 has the same effect, because the lower
+bound is then 0. The paper gives no number for the upper bound. The setting high = 4 is the
+suggestion of slime. In TRL, `epsilon_high` is the upper bound itself (rho <= epsilon_high). Here
+and in slime, the upper bound is 1 + high.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ClipCov(Grpo):
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the mask of the candidates whose gradient the ratio clip does not remove, [N]
+        """Returns the mask of the candidates that keep a gradient when the ratio is clipped, [N]
         bool. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`), because tokens are
         selected by the log-probs in `batch.selected_by`."""
         surrogate = clipped_surrogate(

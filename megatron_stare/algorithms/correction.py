@@ -109,8 +109,8 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns the request for the mean weight of the tokens that all filters kept. Returns no
-        request if the weights are not normalised."""
+        """Requests the mean weight of the tokens that all filters kept. Requests nothing if the
+        weights are not normalised."""
         return (
             {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)}
             if self.normalise
@@ -118,8 +118,9 @@ class Correction:
         )
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the detached factor on each token's policy loss, [N]. With `normalise`, every
-        factor is 0 if no token is kept, or if icepop gives every kept token the weight 0."""
+        """Returns the detached factor that multiplies each token's policy loss, [N]. With
+        `normalise`, every factor is 0 if no token is kept, or if icepop gives every kept token the
+        weight 0."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight
@@ -141,7 +142,8 @@ class Correction:
                 return level
 
     def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns for each token the ratio R of the token or of the token's response, [N]."""
+        """Returns for each token the ratio R, [N]: the token's own ratio or the ratio of its
+        response, depending on `level`."""
         own = _log_ratio(batch)
         if self.level == "token":
             return own.exp()

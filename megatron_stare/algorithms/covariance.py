@@ -34,6 +34,6 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """Returns the number of tokens to select, max(1, int(N share)), 0-dim. The number of tokens is
-    rounded down here, but rounded up in STARE and 20-Entropy."""
+    """Returns how many tokens to select, 0-dim: N times `share`, rounded down, but at least 1.
+    STARE and 20-Entropy round up instead."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

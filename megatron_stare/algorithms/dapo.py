@@ -5,7 +5,7 @@ punishment.
     reward += min(-(n - (L_max - L_cache)) / L_cache, 0)
 
 The fourth part of DAPO, dynamic sampling, keeps only prompts whose responses differ in reward.
-Dynamic sampling is part of the rollout, not of this method. The setting `truncated: mask` is
+Dynamic sampling is part of the rollout, not of this method. The setting `truncated: mask` turns on
 overlong filtering, which the paper uses for comparison.
 """
 

@@ -1,11 +1,11 @@
-"""GRPO Done Right (arXiv 2503.20783) omits two divisions of GRPO, which favour long wrong answers
-and easy questions. Short name: Dr. GRPO.
+"""GRPO Done Right (arXiv 2503.20783) omits two divisions that GRPO makes. These divisions favour
+long wrong answers and easy questions. Short name: Dr. GRPO.
 
     A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)
 
-L_max is a constant. In the paper's recipe, L_max is 3000. In verl, seq-mean-token-sum-norm divides
-by B L_max from release 0.8, and by L_max alone up to release 0.7. The aggregation 'dr_grpo_verl'
-divides by L_max alone.
+L_max is a constant. In the paper's recipe, L_max is 3000. In verl, the aggregation
+seq-mean-token-sum-norm divides by L_max alone up to release 0.7, and by B L_max since release 0.8.
+Here the aggregation 'dr_grpo_verl' divides by L_max alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_stare.algorithms.grpo import Grpo
 
 @dataclass(frozen=True, kw_only=True)
 class DrGrpo(Grpo):
-    """Settings of GRPO, with the defaults of the paper on GRPO Done Right.
+    """Settings of Dr. GRPO: the settings of GRPO, with the defaults of the Dr. GRPO paper.
 
     `length_norm`: L_max, tokens.
     """

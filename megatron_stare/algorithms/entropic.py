@@ -1,12 +1,14 @@
 """EntroPIC (arXiv 2511.15248) steers the entropy with a proportional-integral controller. The
-controller changes the weights of right and wrong answers, but only on tokens of high probability.
+controller changes the weights of tokens in right and wrong answers, but only if a token has a high
+probability.
 
     e = H - target        a = clip(K_p e + K_i sum of e, -1, 1)
     on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
 
-Every step computes the value a before the loss, or after the loss if `statistics.gate` is `lagged`.
-As in the authors' code, the sum of e has no bound. After a long time on one side of the target, the
-entropy therefore stays on the other side for equally long.
+Every step computes the controller's output a before the loss is computed, or afterwards if
+`statistics.gate` is `lagged`. As in the authors' code, the sum of the errors e has no bound. If the
+entropy was on one side of the target for a long time, it therefore stays on the other side for
+about as long afterwards.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The entropy bonus subtracts c H from the loss, and the gradient flows through the entropy H. The
-coefficient c is fixed, or adjusted so that the entropy reaches a target (Skywork-OR1, 2505.22312).
+"""The entropy bonus subtracts c H from the loss. Here H is the entropy, through which the gradient
+flows, and c is a coefficient. The coefficient is fixed, or adjusted so that the entropy reaches a
+target (Skywork-OR1, 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
@@ -71,8 +72,8 @@ class EntropyBonus:
     def control(
         self, state: dict[str, torch.Tensor], statistics: Statistics
     ) -> dict[str, torch.Tensor]:
-        """Returns the state. The entry USED is the coefficient of this step, and the entries COEF
-        and OPEN determine the coefficient of the next step."""
+        """Returns the new state. The entry USED is the coefficient of this step, and the entries
+        COEF and OPEN determine the coefficient of the next step."""
         if self.target is None:
             return state
         entropy = scalar(statistics, MEASURE)

@@ -41,8 +41,8 @@ _FLAT = 1e-12
 
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:
-    """Returns the request for the mean of x. As soon as the mean is known, also returns the request
-    for the variance of x."""
+    """Requests the mean of x over the tokens in `mask`. If the mean is known already, also requests
+    the variance of x."""
     asked: dict[str, Request] = {"clip/mean": Mean(x, mask)}
     if "clip/mean" in known:
         asked["clip/variance"] = Mean((x - scalar(known, "clip/mean")) ** 2, mask)
@@ -144,10 +144,10 @@ class ClipB(Grpo):
 class ClipV(Grpo):
     """Settings of Clip_V.
 
-    `mu`: a token of negative advantage is a candidate if -Phi is above `mu` standard deviations of
-        Phi.
-    `max_share`: the largest share of all tokens that can be removed; the candidates of largest -Phi
-        are removed first. If there are candidates, at least one is removed.
+    `mu`: a token of negative advantage is a candidate for removal if its -Phi exceeds `mu` times
+        the standard deviation of Phi.
+    `max_share`: the largest share of all tokens that can be removed. The candidates with the
+        largest -Phi are removed first. If there are candidates, at least one is removed.
     """
 
     aggregation: Aggregation = "token_mean"

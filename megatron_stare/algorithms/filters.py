@@ -2,8 +2,9 @@
 own statistics.
 
 A filter can also request statistics of its own. Each filter sees only the tokens that all earlier
-filters kept. The order is therefore fixed: rejection by importance ratio comes first, then the mask
-of the method, then the method's quantiles over the kept tokens.
+filters kept. The order therefore matters, and is fixed. The filter that rejects tokens by their
+importance ratio comes first, and the method's own mask second. The method then takes its quantiles
+over the tokens that both kept.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class Filter(Protocol):
         """Returns requests for statistics over the tokens that earlier filters kept."""
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
-        """Returns the mask of the tokens that stay in the loss, [N] bool. Returns None while the
-        filter's statistics are not known."""
+        """Returns the mask of the tokens that stay in the loss, [N] bool. Returns None if `known`
+        does not contain the filter's statistics yet."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """Batch after the filters, and the statistics that the filters request."""
+    """Result of applying the filters: the batch with the kept tokens, and the statistics that the
+    filters request."""
 
     # kept.loss_mask: tokens with policy loss; kept.in_baseline: tokens of baseline responses
     kept: TokenBatch

@@ -1,6 +1,6 @@
-"""GEPO (group-entropy policy optimisation, arXiv 2607.16850) weights the answers to a prompt by
-the mean surprisal of all answers to the prompt. The GEPO of arXiv 2508.17850 is another method,
-which changes importance weights.
+"""GEPO (group-entropy policy optimisation, arXiv 2607.16850) gives the answers to a prompt weights
+that depend on the mean surprisal of all answers to this prompt. The GEPO of arXiv 2508.17850 is
+another method, which changes importance weights.
 
     H_g = mean surprisal of the group's tokens        mu, sd over the groups of the batch
     low <- (1 - r) low + r (mu - 0.2 sd)              high <- (1 - r) high + r (mu + 0.3 sd)
@@ -38,12 +38,12 @@ METRICS = (
 class Gepo(Reweighted):
     """Settings of GEPO.
 
-    `weight_low`: the weight of positive advantages in groups below the lower bound.
-    `weight_high`: the weight of negative advantages in groups above the upper bound. `weight_high`
-        must be below `weight_low`; otherwise the response length falls towards 0.
-    `spread_low`, `spread_high`: the distances of the two bounds from the mean over the groups, in
-        standard deviations.
-    `rate`: r, the weight of a new batch in the running bounds.
+    `weight_low`: the weight of positive advantages in groups whose H_g is below the lower bound.
+    `weight_high`: the weight of negative advantages in groups whose H_g is above the upper bound.
+        `weight_high` must be below `weight_low`; otherwise the response length falls towards 0.
+    `spread_low`, `spread_high`: the distances of the two bounds from the mean of H_g over the
+        groups, in standard deviations.
+    `rate`: r, the weight of the newest batch in the running averages of the two bounds.
     """
 
     weight_metric: ClassVar[str] = "gepo/weight"
@@ -85,8 +85,8 @@ class Gepo(Reweighted):
         return batch.groups[batch.sequence]
 
     def surprisals(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns for every group its H_g and a flag that is True if the group has tokens, [number
-        of groups] each."""
+        """Returns two tensors with one entry per group: H_g, and a flag that is True if the group
+        has tokens."""
         tokens = tensor(statistics, "gepo/tokens")
         return tensor(statistics, "gepo/sum") / tokens.clamp_min(1), tokens > 0
 

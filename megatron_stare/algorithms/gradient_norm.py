@@ -110,7 +110,7 @@ def upper_bound(log_prob: Tensor, entropy: Tensor, vocabulary: int) -> Tensor:
 
 
 def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[str, Request]:
-    """Returns the whole-batch statistics that `norm_metrics` reads.
+    """Returns requests for the whole-batch statistics that `norm_metrics` reads.
 
     Args:
         batch: the tokens, with their `sum_p2`.
@@ -139,9 +139,9 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """Returns the whole-batch statistics that `cell_metrics` reads. A cell combines a range of
-    probability with a range of entropy. Each cell has two statistics: the number of tokens and the
-    sum of the token norms.
+    """Returns requests for the whole-batch statistics that `cell_metrics` reads. A cell combines a
+    range of probability with a range of entropy. Each cell has two statistics: the number of tokens
+    and the sum of the token norms.
 
     Raises:
         ValueError: the batch lacks the sums over the vocabulary.
@@ -169,7 +169,7 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
 
 
 def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
-    """Returns for each element of x the number of values in `ends` that are at most this element,
+    """Counts, for each element of x, the values in `ends` that are not larger than this element,
     [N] int64."""
     found = torch.zeros_like(x, dtype=torch.int64)
     for end in ends:

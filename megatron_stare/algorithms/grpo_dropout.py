@@ -7,8 +7,8 @@ answers would no longer lower the entropy.
 
 The covariance covers all responses to the prompt, and a dropped response counts with advantage 0.
 Tokens of dropped responses still count in N, the divisor of the loss. Two details are inferred,
-because only a description of the method was available: both sums run over the prompt's responses,
-and N counts the tokens of dropped responses.
+because only a description of the method was available: the two sums in b run over the responses to
+one prompt, and N counts the tokens of dropped responses.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class GrpoDropout(Grpo):
         s, a, g = surprisal[order], advantage[order], groups[order]
 
         def whole(values: Tensor) -> Tensor:
-            """Returns for each response the sum of `values` over all responses to the prompt."""
+            """Returns for each response the sum of `values` over all responses to its prompt."""
             zeros = torch.zeros(groups.shape[0] + 1, dtype=torch.float64, device=values.device)
             return zeros.index_add(0, g, values.to(torch.float64))[g]
 
         def before(values: Tensor) -> Tensor:
-            """Returns for each response the sum of `values` over the right answers to the prompt
-            that come earlier in the order."""
+            """Returns for each response the sum of `values` over the right answers to its prompt.
+            Only right answers that precede the response in `order` count."""
             so_far = (values * right[order]).to(torch.float64).cumsum(0)
             earlier = torch.cat([so_far.new_zeros(1), so_far[:-1]])
             first = torch.searchsorted(g, g)  # of the prompt

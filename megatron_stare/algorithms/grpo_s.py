@@ -88,9 +88,8 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """Returns x times n divided by s for each response, [B]. Both n and s cover only the
-            responses that `among` selects in the prompt group: n is the number of these responses,
-            and s is the sum of their x."""
+            """Divides each response's x by a mean, [B]. The mean is taken over the x of those
+            responses in its prompt group that `among` selects."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))
@@ -102,8 +101,9 @@ class GrpoS(Clipped):
         return (reward if batch.penalties is None else reward + batch.penalties), counted
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns (r - mean) / (std + eps) over the prompt group, [B] float64. The standard
-        deviation uses n, not n - 1."""
+        """Returns each response's advantage (r - mean) / (std + eps), [B] float64. Here r is the
+        shaped reward, and mean and std are taken over the prompt group. The standard deviation uses
+        n, not n - 1."""
         reward, counted = self.shaped(batch, statistics)
         groups = _whole(batch.groups)
         return group_advantages(
@@ -124,7 +124,8 @@ class GrpoS(Clipped):
         return clip(whole, advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
 
     def response_ratio(self, batch: TokenBatch) -> Tensor:
-        """Returns the ratio of each token's response, [N]. The ratio is differentiable."""
+        """Returns for each token the importance ratio w of its response, [N]. The ratio is
+        differentiable."""
         if self.ratio == "arithmetic":
             return response_mean(ratio(batch.log_prob, batch.old_log_prob), batch)
         mean = response_mean(batch.log_prob - batch.old_log_prob, batch)

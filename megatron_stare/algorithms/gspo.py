@@ -4,10 +4,10 @@
     J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
 The setting `form: token` selects GSPO-token, with the ratio s_{i,t} = sg[s_i] p / sg[p].
-GSPO-token's loss has the same value as GSPO's loss. If all tokens of a response have one advantage,
-GSPO-token's gradient also equals GSPO's gradient. As in verl, ln s_{i,t} is capped at 10. The clip
-bounds of s_i are far smaller than the usual bounds of a token ratio, because a bound of 0.2 would
-never clip s_i.
+GSPO-token's loss has the same value as GSPO's loss. If all tokens of a response have the same
+advantage, GSPO-token's gradient also equals GSPO's gradient. The upper bound of ln s_{i,t} is 10,
+as in verl. The clip bounds of s_i are far smaller than the usual bounds of a token ratio, because
+bounds at a distance of 0.2 from 1 would never clip s_i.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Gspo(Grpo):
         )
 
     def ratio(self, batch: TokenBatch) -> Tensor:
-        """Returns the ratio s of each token's response, [N]. The ratio is differentiable."""
+        """Returns for each token the importance ratio s of its response, [N]. The ratio is
+        differentiable."""
         mean = response_mean(batch.log_prob - batch.old_log_prob, batch)
         if self.form == "token":
             own = batch.log_prob - batch.log_prob.detach()  # 0, with the gradient of ln p

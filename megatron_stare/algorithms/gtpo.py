@@ -20,12 +20,12 @@ few tokens are wrong, correct tokens with a small share of the entropy get a neg
 because the overall mean lies near the mean of the correct tokens. If few tokens are correct, wrong
 tokens with a small share of the inverse entropy get a positive advantage.
 
-Tokens that are normalised together get advantage 0 if their rewards differ by rounding only. If
-rounding errors were divided by their own std, they would become advantages of several units. For
-example, if a prompt has only one correct response, 'separate' gives each token of this response the
-share 1, so the rewards of these tokens differ by rounding only. This file takes the paper's words
-"Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. With the setting
-`entropy_clamp`, the entropy itself is clamped, as the words literally say.
+Tokens that are normalised together get advantage 0 if their rewards differ only by rounding errors.
+Otherwise the division by a tiny std would turn rounding errors into advantages of several units.
+For example, if a prompt has only one correct response, 'separate' gives each token of this response
+the share 1, so the rewards of these tokens differ only by rounding errors. This file takes the
+paper's words "Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. With the
+setting `entropy_clamp`, the entropy itself is clamped, as the words literally say.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ class Gtpo(Clipped):
         return reward if batch.penalties is None else reward + batch.penalties[batch.sequence]
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns (r - mean) / (std + eps), [N] float64. The standard deviation uses n, not n - 1.
-        An advantage is 0 if the standard deviation comes from rounding alone."""
+        """Returns each token's advantage (r - mean) / (std + eps), [N] float64. Here r is the
+        token's reward. The standard deviation uses n, not n - 1. An advantage is 0 if the standard
+        deviation results from rounding errors alone."""
         side, _ = self._sides(batch)
         number = tensor(statistics, "gtpo/number").clamp_min(1)
         variance = tensor(statistics, "gtpo/squares") / number

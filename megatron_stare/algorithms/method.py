@@ -36,8 +36,8 @@ State = dict[str, Tensor]  # 0-dim float64 tensors that a method keeps from step
 @dataclass(frozen=True)
 class TokenTerms:
     """Token losses and values to log. `loss` [N] has the token losses before aggregation. `shares`
-    maps the name of a metric to values [N]. The trainer logs each metric as the mean of its values
-    over the loss tokens."""
+    maps the name of a metric to one value per token, [N]. The trainer logs each metric as the mean
+    of its values over the loss tokens."""
 
     loss: Tensor
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -86,9 +86,9 @@ class Method(ABC):
 
     @property
     def measures_every(self) -> int:
-        """Returns the number of steps between measurements of the entropy change for `observe`. The
-        value 0 means no measurements. A measurement takes one forward pass, and needs runs with one
-        update per rollout batch."""
+        """Returns n if the trainer must measure the entropy change in every n-th step and pass it
+        to `observe`. The value 0 means no measurements. A measurement takes one forward pass, and
+        is possible only in runs with one update per rollout batch."""
         return 0
 
     @property
@@ -140,8 +140,8 @@ class Method(ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """Returns advantages, [B], from rewards [B] and prompt-group numbers [B]. `counted` [B]
-        bool marks the samples in the baseline."""
+        """Computes the advantages of the responses, [B], from their rewards [B] and from the
+        indices of their prompt groups [B]. `counted` [B] bool marks the samples in the baseline."""
 
     def initial_state(self) -> dict[str, float]:
         """Returns the state before the first step, as a mapping of names to values. Every
@@ -149,8 +149,8 @@ class Method(ABC):
         return {}
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns the statistics that the method needs. `control` needs statistics of the rollout
-        batch; the loss needs statistics of a mini-batch.
+        """Returns requests for the statistics that the method needs. `control` needs statistics of
+        the rollout batch; the loss needs statistics of a mini-batch.
 
         The trainer calls `requests` again until a call returns no new names, so that a request can
         build on the statistics in `known`. The statistic `tokens`, by which `coefficients` divides,
@@ -172,8 +172,9 @@ class Method(ABC):
 
     @abstractmethod
     def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        """Returns the loss of every position, differentiable through batch.log_prob. Only methods
-        with the coupling 'sequence' communicate in `token_loss`, through `batch.over_ranks`."""
+        """Returns the loss of every position, differentiable through batch.log_prob. In
+        `token_loss`, only methods with the coupling 'sequence' may exchange data between ranks.
+        They use `batch.over_ranks` for this."""
 
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:

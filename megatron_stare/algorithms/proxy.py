@@ -57,7 +57,7 @@ METRICS = (
 def proxy_requests(
     batch: TokenBatch, sets: Sequence[TokenSet], selected: Tensor
 ) -> Mapping[str, Request]:
-    """Returns the whole-batch statistics that `proxy_metrics` reads.
+    """Returns requests for the whole-batch statistics that `proxy_metrics` reads.
 
     Args:
         batch: the tokens, with their `sum_p2` and `sum_p2_log_p`.

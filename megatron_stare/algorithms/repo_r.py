@@ -4,8 +4,8 @@
     L = ln p, or ln p + H with `centred`
 
 With zeta above 0, rare tokens of right answers gain weight, and rare tokens of wrong answers lose
-weight. The paper centres L, but the public code (a pull request to SkyRL) does not. With
-`entropy_target`, every step changes zeta before the loss is computed, or afterwards if
+weight. The paper centres L, that is, adds H to ln p. The public code (a pull request to SkyRL) does
+not. With `entropy_target`, every step changes zeta before the loss is computed, or afterwards if
 `statistics.gate` is `lagged`. Below the target, a positive zeta doubles and a negative zeta halves.
 Above the target, a positive zeta halves and a negative zeta doubles. If halving would make |zeta|
 smaller than `zeta_min`, |zeta| becomes `zeta_min` and the sign of zeta changes. The controller's

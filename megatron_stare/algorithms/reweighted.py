@@ -1,5 +1,5 @@
-"""Base classes of methods that multiply each token's clipped loss by a weight. The weights of the
-class `Steered` depend on a target entropy.
+"""Base classes of methods that multiply each token's clipped loss by a weight. The class `Steered`
+is for methods whose weights depend on a target entropy.
 
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)        w >= 0, detached
 """
@@ -67,7 +67,7 @@ class Steered(Reweighted):
         """Returns the new values of the state.
 
         Args:
-            above: the entropy less the target, nats, 0-dim float64.
+            above: the mean entropy minus the target, nats, 0-dim float64.
         """
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:

@@ -139,7 +139,7 @@ def lambert_w0(x: Tensor) -> Tensor:
 
 def is_rare(phi: Tensor) -> Tensor:
     """Returns the mask of the rare tokens, [N] bool. A token is rare if its surprisal is above s*,
-    that is, if Phi < 0."""
+    that is, if Phi is negative by more than rounding errors."""
     return phi < -_NEUTRAL
 
 
@@ -166,7 +166,7 @@ def _second_moment_of(batch: TokenBatch) -> Tensor:
 
 
 def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Request]:
-    """Returns the whole-batch statistics that `EntropyForecast.of` reads.
+    """Returns requests for the whole-batch statistics that `EntropyForecast.of` reads.
 
     Args:
         batch: the tokens, with their `sum_p2` and `sum_p2_log_p`.
@@ -199,8 +199,9 @@ class EntropyForecast:
     `change`: the rate at which the mean entropy changes under the method's own loss.
     `plain_change`: the rate at which the mean entropy changes under the plain advantages.
         `plain_change` is the sum of `masses`.
-    `masses`: the part of `plain_change` that comes from the tokens of each quadrant.
-    `shares`: the share of all tokens that lie in each quadrant.
+    `masses`: for each of the sets U+, L+, U- and L-, the part of `plain_change` that comes from the
+        set's tokens.
+    `shares`: for each of these four sets, the share of all tokens that lie in the set.
     `rare_share`: the share of all tokens whose surprisal is above the critical surprisal s*.
     `critical_surprisal`: the mean of the critical surprisal s*, nats.
     `neutral_weight`: W*, the weight on L+ for which `plain_change` would be zero.
@@ -250,10 +251,11 @@ class EntropyForecast:
 
 
 def neutral_weight(decrease: Tensor, increase: Tensor) -> Tensor:
-    """Returns W* = 1 + Lambda / Gamma, or NaN if the tokens of L+ do not raise the entropy.
+    """Returns W* = 1 + Lambda / Gamma, the weight on L+ with which the entropy would not change.
+    Returns NaN if the tokens of L+ do not raise the entropy.
 
     Args:
         decrease: Lambda, the sum of A Phi over the batch.
-        increase: Gamma, minus the sum of A Phi over L+.
+        increase: Gamma, the negated sum of A Phi over L+.
     """
     return torch.where(increase > 0, 1 + decrease / increase, float("nan"))

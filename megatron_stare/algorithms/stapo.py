@@ -101,8 +101,8 @@ class Stapo(Grpo):
         takes the entropy quantile over all tokens.
     `quantile`: q. Version 4 of the paper uses the 0.75-quantile. Version 1 gives two quantiles, 0.8
         and 0.2.
-    `interpolation`: the interpolation of the quantile between two entropies. The paper does not
-        specify the interpolation.
+    `interpolation`: the rule by which a quantile that falls between two entropies is interpolated.
+        The paper does not specify this rule.
     `denominator`: 'kept' divides the loss by the number of kept tokens, as in the paper. 'all'
         divides the loss by the number of all tokens.
     """

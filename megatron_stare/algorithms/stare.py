@@ -1,9 +1,9 @@
 """STARE (arXiv 2606.19236) reweights advantages by surprisal while its target-entropy gate is open.
 
-While the mean entropy of the batch is below the target, STARE multiplies the advantages of the
-tokens that change the entropy most. Of the tokens with positive advantage, the share P with the
-highest surprisal forms L+. Of the tokens with negative advantage, the share P with the highest
-surprisal forms L-. A variant of STARE reweights L+, L- or both.
+While the mean entropy of the batch is below the target, STARE rescales the advantages of the tokens
+that change the entropy most. Of the tokens with positive advantage, the share P with the highest
+surprisal forms L+. Of the tokens with negative advantage, the share P with the highest surprisal
+forms L-. A variant of STARE reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
@@ -12,9 +12,9 @@ surprisal forms L-. A variant of STARE reweights L+, L- or both.
 The paper and this file take the quantile over the whole batch. The released code takes the quantile
 per micro-batch and rank. With `adaptive`, every step changes W and M, even while the gate is
 closed. As in the paper and in the released code, W and M change before the loss of the same step,
-unless the gate is lagged. The module token_sets.py has the other operators of the paper's ablation,
-which also act on common tokens. In the ablation, a gate per sample uses the mean entropy of the
-response, and a gate per token uses the entropy at the token.
+unless the gate is lagged. The module token_sets.py defines all operators of the paper's ablation.
+Some of these operators act on common tokens. In the ablation, a gate per sample uses the mean
+entropy of the response, and a gate per token uses the entropy at the token.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Stare(Grpo):
         return (entropy < self.entropy_target).to(torch.float64)
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """Returns the factor on every token's advantage, [N] float32."""
+        """Returns the factor that multiplies every token's advantage, [N] float32."""
         weights, gates = torch.ones_like(batch.advantage), self.gates(batch, statistics, state)
         for each in self.selects:
             factor = 1 + gates * (state[each.weight] - 1)

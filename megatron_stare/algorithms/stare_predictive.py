@@ -1,27 +1,30 @@
-"""STARE whose weights aim at the target entropy: a controller forecasts each step's change of the
-entropy, learns the forecast's gain from the measured changes, and chooses W and M for the change
-that leads to the target. The method is this project's own.
+"""A variant of STARE with a controller that steers the mean entropy to a target. The controller
+forecasts how each step changes the entropy. The controller learns from measured changes how to
+correct its forecasts, and chooses W and M so that the entropy moves to the target. The method was
+developed in this project.
 
-To first order, a step changes the mean entropy by kappa u + d (sensitivity.py gives Phi):
+To first order, a step changes the mean entropy by kappa u + d. The forecast u is computed from Phi
+(sensitivity.py):
 
     u = P + (W - 1) G+ + (M - 1) G-         P = -sum c A Phi over all tokens
     G+ = -sum c A Phi over L+, and G- over L-, without tokens whose Phi is not negative
 
 Here c is a token's coefficient in the loss. Tokens whose Phi is not negative keep the weight 1.
 
-After the update the trainer measures the change y of the same tokens. Recursive least squares with
-forgetting fit y = kappa u + d (Ljung, System Identification, 1999, section 11.2). The entropy of
-other tokens changes by y + b. A filter estimates the entropy h and b from the batches' entropies H
-and the measured changes. Before the next update:
+After the update the trainer measures y, the change in the mean entropy of the same tokens.
+Recursive least squares with forgetting estimates kappa and d in y = kappa u + d (Ljung, System
+Identification, 1999, section 11.2). The mean entropy of other tokens, such as the next batch's,
+changes by y + b. A filter estimates b and the policy's entropy h from the mean entropy of every
+batch and from the measured changes. Before the next update:
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
     W = 1 + G+ e / D, M = 1 + G- e / D, within their bounds; what a bound cuts off, the other takes
 
-While fewer than five changes are measured, or kappa is below two standard errors, or G+ is below
-its floor, the weights are STARE's: `amplify` and `attenuate` behind the gate. On the quickstart,
-the line predicts the next change with 0.62 of the running mean's squared error
-(benchmarks/forecast_value.py).
+The weights are STARE's (`amplify` and `attenuate` behind the gate) in three cases: fewer than five
+changes have been measured, kappa is below twice its standard error, or G+ is below its floor. In
+the quickstart run, the fitted line predicts the next change with 0.62 times the squared error of a
+running mean (benchmarks/forecast_value.py).
 """
 
 from __future__ import annotations
@@ -90,12 +93,14 @@ class StarePredictive(Stare):
     `entropy_target`: the target entropy, nats; required.
     `target_end`: the target after the ramp, nats. If `target_end` is null, the target is constant.
     `ramp_start`: the number of steps before the target begins to move.
-    `ramp_steps`: the number of steps in which the target moves to `target_end`, in a line.
-    `approach`: the share of the gap to the target that a step is to close.
+    `ramp_steps`: the number of steps in which the target moves linearly to `target_end`.
+    `approach`: the share of the gap between entropy and target that one step is to close.
     `trust`: the weight of a batch's mean entropy in the filtered entropy.
-    `forget`: the weight of a measurement in the fit of the next step.
-    `largest`: the largest rise of the entropy that a step is to make, as a share of the target.
-    `floor`: the share of its mean below which G+ gives no hold.
+    `forget`: the forgetting factor of the fit. Every new measurement multiplies the weights of all
+        earlier measurements by this factor.
+    `largest`: the largest rise of the entropy that the controller aims for in one step, as a share
+        of the target.
+    `floor`: the lowest G+ with which the controller works, as a share of G+'s running mean.
     `measure_every`: the number of steps between measurements. A measurement takes one forward pass.
     """
 
@@ -248,8 +253,8 @@ class StarePredictive(Stare):
         }
 
     def observe(self, state: State, change: Tensor | None) -> State:
-        """Fits kappa and d to one more measured change. If the optimizer step was not taken, the
-        entropy has not changed, and the fit does not either."""
+        """Updates kappa and d with one more measured change. If the optimizer step was not taken,
+        the entropy has not changed, so kappa and d stay the same."""
         if change is None:
             return state | {"pending": torch.zeros_like(state["pending"])}
         u, change = state["forecast"], change.to(torch.float64)
@@ -282,8 +287,8 @@ class StarePredictive(Stare):
         return state | {name: torch.where(finite, new[name], state[name]) for name in new}
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """Returns the factor on every token's advantage, [N] float32. Tokens of L+ and L- whose Phi
-        has the other sign keep the weight 1."""
+        """Returns the factor that multiplies every token's advantage, [N] float32. The factor is 1
+        for every token whose Phi is not negative, even in L+ and L-."""
         return torch.where(self._sure(batch), super().weights(batch, statistics, state), 1.0)
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
@@ -298,6 +303,6 @@ class StarePredictive(Stare):
 
     @staticmethod
     def _sure(batch: TokenBatch) -> Tensor:
-        """Returns the mask of the tokens whose Phi has the sign that STARE assumes of rare tokens,
-        [N] bool."""
+        """Returns the mask of the tokens whose Phi is negative, [N] bool. STARE assumes that all
+        tokens of L+ and L- have a negative Phi."""
         return is_rare(sensitivity_of(batch))

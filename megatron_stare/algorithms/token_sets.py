@@ -45,7 +45,7 @@ class TokenSet:
     `rare`: True for a set of rare tokens, False for a set of common tokens.
     `weight`: the name of the state value that multiplies the set's advantages while the gate is
         open.
-    `code`: the number of the set in `Method.selected`.
+    `code`: the integer that stands for the set in the result of `Method.selected`.
     """
 
     name: str
@@ -76,7 +76,7 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 class Selection:
     """Rule that separates rare tokens from common tokens.
 
-    `share`: P, the share of tokens that the sets select.
+    `share`: P. A set selects this share of the tokens whose advantage has the set's sign.
     `rare_below`: the probability below which a token is rare. If `rare_below` is None, `share`
         decides which tokens are rare.
     """
@@ -86,8 +86,8 @@ class Selection:
     rare_below: float | None
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
-        """Returns the request for the set's threshold or, with `rare_below`, for the number of
-        tokens in the set."""
+        """Requests the set's threshold. With `rare_below`, requests the number of tokens in the set
+        instead."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
         # of equal surprisals, the first in canonical order are selected, at either end

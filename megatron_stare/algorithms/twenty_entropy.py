@@ -89,8 +89,8 @@ class HighEntropyTokens:
 
 
 def fork_count(n: Tensor, share: float) -> Tensor:
-    """Returns the number of kept tokens among n candidates, max(1, int(n share + 0.9999)), 0-dim.
-    The official code uses the same rounding."""
+    """Returns how many of n candidates are kept, max(1, int(n * share + 0.9999)), 0-dim. The
+    official code uses the same rounding."""
     return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
 
 

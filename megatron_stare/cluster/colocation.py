@@ -99,8 +99,9 @@ class Colocation:
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:
         """Context manager around a weight sync. Restores the memory of the servers' weights before
-        the sync, and the memory of the servers' caches after the sync. Offloads the parts of
-        the trainer that `memory.offload` selects, except the parameters, which the canary needs."""
+        the sync, and the memory of the servers' caches after the sync. Offloads the parts of the
+        trainer that `memory.offload` selects, but not the parameters. The trainer needs them to
+        compute the canary's log-probs after the sync."""
         if not self._on:
             yield
             return

@@ -1,5 +1,5 @@
-"""Orders the ranks by the nodes and GPUs on which their processes actually run. Checks the nodes
-and GPUs of all processes against the plan, and formats the placement as a table."""
+"""Numbers the ranks by the nodes and GPUs on which the trainer's processes actually run. Checks the
+nodes and GPUs of all processes against the plan, and formats the placement as a table."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) 
 
 
 def _named(plan: Plan, part: int) -> str:
-    """Returns the number of the part's replica as text. If the replica is on several nodes, the
-    text also contains the part's number."""
+    """Returns the index of the part's replica as text. If the replica is on several nodes, the text
+    also tells which of the replica's parts this is."""
     replica, node = divmod(part, plan.demand.replica_nodes)
     return (
         str(replica)

@@ -1,5 +1,5 @@
 """Starts or joins Ray, runs workers in Ray actors, and reserves GPUs on the cluster's nodes. No
-other file imports ray. The file ray_runner.py chooses the workers."""
+other file imports ray. The file ray_runner.py decides which workers are started."""
 
 from __future__ import annotations
 
@@ -192,15 +192,15 @@ class Actor:
             return getattr(self._worker, name)(*args)
 
     def close(self) -> None:
-        """Closes the worker, if the actor has made a worker."""
+        """Closes the actor's worker, if there is one."""
         if self._worker is not None:
             with self._beats.call("close"):
                 self._worker.close()
 
 
 class RayPeers(Workers):
-    """Workers that another worker may call but does not own. The process that started the workers
-    also ends the workers."""
+    """Workers that another worker may call, but must not end. The process that started the workers
+    also ends them."""
 
     def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
         self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
@@ -234,7 +234,7 @@ class RayPeers(Workers):
         return ray.put(value)
 
     def close(self) -> None:
-        """Does nothing, because the process that started the workers ends the workers."""
+        """Does nothing, because only the process that started the workers may end them."""
 
 
 class RayWorkers(RayPeers):
@@ -259,24 +259,24 @@ class RayWorkers(RayPeers):
         return [getattr(actor, name).remote(*args) for actor in self._actors]
 
     def renumber(self, order: Sequence[int]) -> None:
-        """Renumbers the actors. For each i, the actor with the old number order[i] gets the number
-        i."""
+        """Renumbers the actors. For each i, the actor with the old index order[i] gets the new
+        index i."""
         self._actors = [self._actors[number] for number in order]
         self._makers = [self._makers[number] for number in order]
 
     def died(self) -> int | None:
-        """Returns the number of an actor that Ray reports as dead, or None if no actor is dead."""
+        """Returns the index of an actor that Ray reports as dead, or None if no actor is dead."""
         states = enumerate(actor._get_local_state() for actor in self._actors)
         return next((number for number, state in states if state == ActorTableData.DEAD), None)
 
     def peers(self, numbers: Sequence[int]) -> RayPeers:
-        """Returns the workers with the given numbers, so that another worker can call these
-        workers."""
+        """Returns the workers with the given indices, in a form in which another worker can call
+        them."""
         return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Makes one worker in every actor, with the actor's entry in `arguments` as the worker's
-        arguments."""
+        """Makes one worker in every actor. The i-th entry of `arguments` contains the arguments of
+        the i-th actor's worker."""
         self._built = [
             (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
         ]
@@ -467,8 +467,8 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
 
 
 def cluster_nodes(resource: str) -> list[Node]:
-    """Returns all nodes in the cluster's records, including lost nodes. Each Node contains the
-    numbers of the node's total and free GPUs."""
+    """Returns all nodes in the cluster's records, including lost nodes. Each Node states how many
+    GPUs the node has, and how many of them are free."""
     free = available_resources_per_node()
     return [
         Node(

@@ -52,8 +52,8 @@ def half_started(error: BaseException) -> Any:
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager around a shutdown of Ray. If an essential Ray process ended before the
-    shutdown, Ray does not end its workers. The context manager kills workers that Ray does not end,
-    if they are still alive LEFT_S seconds after the shutdown."""
+    shutdown, Ray leaves its worker processes running. In this case, the context manager kills the
+    worker processes that are still alive LEFT_S seconds after the shutdown."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -87,7 +87,7 @@ def loss_behind(
     lost process. Returns None if no process was lost, or if the error already is a WorkerLostError.
 
     Args:
-        died: a function that returns the number of a worker that Ray knows to be dead, or None.
+        died: a function that returns the index of a worker that Ray knows to be dead, or None.
         what: the name of the workers in error messages.
     """
     if isinstance(error, WorkerLostError):

@@ -71,8 +71,8 @@ def hosted_engine(
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes a replica's part on a node other than the replica's first node. Runs inside an
-    actor."""
+    """Makes the part of a replica that runs on a node other than the replica's first node. Runs
+    inside an actor."""
     return make_part(config, number, node, server_address(config))
 
 
@@ -287,7 +287,8 @@ class RayRunner:
         return ranks, replicas, others
 
     def _require_routes(self, config: Config) -> None:
-        """Tests every route by which ranks will send weights to servers, before any worker is made.
+        """Tests, before any worker is made, every route by which ranks will send weights to
+        servers.
 
         Raises:
             UserError: a rank cannot reach a server, or a node does not see the sync folder.

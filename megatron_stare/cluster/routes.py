@@ -41,8 +41,8 @@ class Tried:
     """Result of a rank's connection tests.
 
     `node`: name of the rank's node.
-    `unreached`: the servers that the rank cannot reach. The dict maps the number of each
-        unreachable server to the reason.
+    `unreached`: the servers that the rank cannot reach. The dict maps the index of each such server
+        to the reason.
     """
 
     node: str
@@ -50,7 +50,8 @@ class Tried:
 
 
 class Hosts(Protocol):
-    """Processes that test connections and the folder before they host workers; see RayWorkers."""
+    """Processes that test connections and the sync folder before they host workers; see
+    RayWorkers."""
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
         """Starts a call on each process."""

@@ -1,5 +1,5 @@
-"""The driver's interface to all trainer ranks. `TrainerGroup` has one method for each step of the
-algorithm."""
+"""The driver's interface to all trainer ranks. `TrainerGroup` has one method for each task of the
+ranks, such as a log-prob pass or an update."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StateProof:
 
     `log_probs`: maps the name of each policy to its log-probs of a canary batch, [N] in canonical
         order, nats.
-    `sums`: maps the name of each whole tensor to the sum of its absolute values and the sum of its
+    `sums`: maps each tensor's name to two sums over the whole tensor: of absolute values, and of
         squares.
     `counts`: maps the name of each step counter to the counter's value.
     """
@@ -138,7 +138,7 @@ class TrainerGroup:
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
-        """Returns the log-probs that the last batch had before its updates, for [N] response tokens
+        """Returns the log-probs of the last batch's response tokens before the batch's updates, [N]
         in canonical order, nats. A log-prob is NaN if the token's loss mask is 0."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
@@ -149,7 +149,7 @@ class TrainerGroup:
 
     def token_numbers(self) -> list[TokenNumbers]:
         """Returns the per-token numbers that the last batch's updates computed for the samples in
-        `watched` (see `update`). The list contains any number of entries from each rank."""
+        `watched` (see `update`). A rank can contribute several entries to the list, or none."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
@@ -398,8 +398,8 @@ class TrainerWeights(WeightStream):
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """See WeightStream. All ranks prepare to send at the same time. If the target allows only
-        one sender at a time, the pipeline stages send one after another, followed by the owners of
-        experts, also one after another."""
+        one sender at a time, the pipeline stages send one after another. The ranks that own experts
+        send last, also one after another."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None

@@ -45,8 +45,8 @@ class Status:
 
     `state`, `host`, `beat_age_s`: see liveness.Liveness.
     `pid`: process id of the driver on `host`.
-    `process`: the newest state of the driver's process that the run's watcher saw, such as
-        "running" or "stopped".
+    `process`: the state of the driver's process, such as "running" or "stopped", when the run's
+        watcher last saw the process.
     `phase`, `phase_s`: the phase of the driver, and the seconds since the phase began.
     `limit_s`: seconds within which the phase must make progress.
     `done`, `total`: the number of finished responses of the phase, and the number of responses that

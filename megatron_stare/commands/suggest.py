@@ -53,7 +53,8 @@ def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
     """Computes the facts about a run's steps that the suggestion needs.
 
     In a run of STARE, L+ and L- are the sets of tokens that STARE selected. In a run of another
-    method, L+ and L- are the tokens above their critical surprisal.
+    method, L+ and L- consist of the tokens whose surprisal is above the critical surprisal, L+ with
+    positive and L- with negative advantage.
 
     Raises:
         UserError: there are too few steps, or the steps have no forecast.

@@ -51,8 +51,8 @@ class AlgorithmConfig:
 
     @classmethod
     def read(cls, section: Any) -> AlgorithmConfig:
-        """Checks a section and returns the method with its settings. The section is a mapping of
-        `name` and settings, or only a name.
+        """Checks a section and returns the method with its settings. The section is a mapping that
+        contains `name` and the settings, or the name alone.
 
         Raises:
             pydantic.ValidationError: the method or a setting is unknown, or a value is out of
@@ -127,8 +127,8 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """Returns a list that contains the only dataclass that the type of the field `key` allows.
-    Returns [] if the type allows no dataclass or several dataclasses."""
+    """Returns [T] if the type of the field `key` allows exactly one dataclass T, and [] if the type
+    allows no dataclass or several."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:

@@ -127,9 +127,9 @@ class EngineFaults(Section):
 
 
 class RunFaults(Section):
-    """Restarts of a run that lost a process, a node or all its engines; see docs/recovery.md. The
-    driver resumes the run from its newest checkpoint. If the driver itself is lost, `train
-    --supervise` resumes the run."""
+    """Settings for restarting a run that lost a process, a node or all its engines; see
+    docs/recovery.md. The driver resumes the run from its newest checkpoint. If the driver itself is
+    lost, `train --supervise` resumes the run."""
 
     attempts: int = Field(
         3,

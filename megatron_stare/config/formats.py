@@ -148,16 +148,16 @@ def without_former_defaults(config: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Functions that convert files of one format to the next. Each function takes the content of a
-    whole file and can modify the content in place."""
+    """Functions that convert files of one format to the next format. Each function takes the
+    content of a whole file and can modify the content in place."""
 
     config: Callable[[Tree], Tree] = _same
     run_state: Callable[[Tree], Tree] = _same
 
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
-    """Adds an empty dict of prompt inputs' digests, because format 3 recorded no digests of the
-    tokenizer and the chat template. Format 3 also recorded no checksums of checkpoints."""
+    """Adds an empty dict for the digests of the tokenizer and the chat template, because format 3
+    did not record these digests. Format 3 also recorded no checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 

@@ -3,8 +3,8 @@ the lowest layers. The configuration file itself is the next layer, and the over
 line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-There is one exception. If a layer names a different method or extension than the lower layers, the
-lower layers' settings of their method or extension are discarded.
+There is one exception. A layer can name a method or extension that differs from the one in the
+lower layers. The settings that the lower layers give for theirs are then discarded.
 """
 
 from __future__ import annotations

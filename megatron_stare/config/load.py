@@ -288,8 +288,8 @@ def _keys_at(loc: list[str]) -> list[str]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Makes the paths of all files and folders absolute. Keeps symbolic links, because the Python
-    of a virtual environment is a symbolic link."""
+    """Makes the paths of all files and folders absolute. Does not resolve symbolic links, because
+    the Python of a virtual environment is a symbolic link."""
     data: dict[str, Any] = {}
     # a user's source may interpret these settings differently
     if reads_files(config.data.source.name):

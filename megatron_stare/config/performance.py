@@ -1,13 +1,14 @@
 """Lists the settings of the section `performance`, one row per setting. The settings of
 `performance` save time or memory, and change results only in the last bits.
 
-A row contains the setting's requirements, tests and check in scripts/gpu_check.sh, and the values
-that Megatron's fields get from the setting. If a setting is null, `chosen` decides whether the
-setting is on. On a GPU, a setting at null is on if the setting is tested, and if the device and the
-run meet the setting's requirements. A setting counts as tested if tests cover it (`covered`), or if
-the committed result of its check is good (`proven`). The file tests/test_performance.py compares
-`proven` with the committed result. With `performance.automatic: false`, all settings at null are
-off. A new setting needs a row here and a field in config/training_sections.py.
+A row contains the setting's requirements, its tests, its check in scripts/gpu_check.sh, and the
+values that the setting gives to Megatron's fields. If a setting is null, `chosen` decides whether
+the setting is on. On a GPU, a setting with the value null is on if the setting is tested, and if
+the device and the run meet the setting's requirements. A setting counts as tested if tests cover it
+(`covered`), or if the committed result of its check is good (`proven`). The file
+tests/test_performance.py compares `proven` with the committed result. With `performance.automatic:
+false`, all settings with the value null are off. A new setting needs a row here and a field in
+config/training_sections.py.
 """
 
 from __future__ import annotations
@@ -193,8 +194,8 @@ def chosen(
 def reasons(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Returns a dict from the name of each feature that is off to the reason why the feature is
-    off. Arguments as in `chosen`."""
+    """Returns the reason why each feature is off, by the feature's name. Features that are on are
+    left out. Arguments as in `chosen`."""
     has = device_has() if has is None else has
     found: dict[str, str] = {}
     for feature in FEATURES:
@@ -212,7 +213,7 @@ def _reason(
     has: Collection[str],
     off: Collection[str],
 ) -> str:
-    """Returns the reason why a feature at null is off, or "" if the feature is on.
+    """Returns the reason why a feature with the value null is off, or "" if the feature is on.
 
     Args:
         off: names of features in earlier rows that are off.
@@ -246,8 +247,8 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
     """Returns values for all fields that features can set in `part`, which is one of Megatron's
-    configurations. The fields of features that are off are included. A feature at null counts as
-    off, because `chosen` has already turned on the features to use."""
+    configurations. The fields of features that are off are included. A feature with the value null
+    counts as off, because `chosen` has already set all features to true that are to be used."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -282,13 +283,13 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def keeps_graph(config: Config, micro_batches: int) -> bool:
-    """Tells whether training reuses the forward of the log-prob pass instead of computing a second
-    forward.
+    """Tells whether training reuses the forward pass of the log-prob pass instead of running a
+    second forward pass.
 
     Reuse requires one micro-batch per rank in the log-prob pass, because backward needs the
     activations of the micro-batch. Reuse requires a step with only one update, because later
-    updates would need a forward with the changed weights. Pipeline stages and replayed routing
-    prevent reuse, because they need a forward in each pass.
+    updates would need a forward pass with the changed weights. Pipeline stages and replayed routing
+    prevent reuse, because they need a forward pass of their own in training.
 
     Args:
         micro_batches: the number of micro-batches of a rank in the log-prob pass.

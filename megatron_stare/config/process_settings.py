@@ -138,7 +138,7 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """Returns the ports that owner `number` may use, or None if no port range is set. Owner 0 is
-    the group of all trainer ranks. For n > 0, owner n is replica process n - 1. A replica has one
-    process per node."""
+    """Returns the ports that the owner with index `number` may use, or None if no port range is
+    set. Owner 0 is the group of all trainer ranks. For n > 0, owner n is the replica process with
+    index n - 1. A replica has one process per node."""
     return config.runtime.port_share(number, processes + 1)

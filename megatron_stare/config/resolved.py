@@ -13,7 +13,7 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A configuration together with the shape of its model and its method. Workers receive a
+    """A configuration together with its method and the shape of its model. Workers receive a
     pickled copy of a ResolvedRun."""
 
     config: Config

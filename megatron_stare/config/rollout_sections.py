@@ -337,7 +337,7 @@ class SGLangConfig(Section):
 class AgreementConfig(Section):
     """Limits, in nats, on the absolute difference between the engines' and the trainer's log-probs
     of sampled tokens. The limits apply if the engines or the trainer compute in 16 bits. A
-    difference above a limit stops the run. A limit at null takes its default value, which
+    difference above a limit stops the run. If a limit is null, its default value applies, which
     docs/diagnostics.md explains. If engines and trainer compute in float32, the only limit is
     sglang.agreement_limit, which bounds the largest difference."""
 

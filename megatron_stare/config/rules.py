@@ -208,8 +208,8 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
 
 
 def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
-    """Returns all numbers of layers that a chunk of a pipeline stage can have in this layout. The
-    layout must have passed `check_layout`."""
+    """Returns the layer counts that occur among the chunks of the pipeline stages in this layout.
+    The layout must have passed `check_layout`."""
     if (first := parallel.first_stage_layers) is not None:
         return {first, (shape.layers - first) // (parallel.pipeline - 1)}
     return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}

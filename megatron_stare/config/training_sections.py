@@ -99,13 +99,13 @@ class ParallelConfig(Section):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold the same parameters, which is data-parallel ranks times
-        context-parallel ranks."""
+        """Number of ranks that hold the same parameters: the number of data-parallel ranks times
+        the number of context-parallel ranks."""
         return self.data * self.context
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of tokens; every padded sequence length must be a multiple of this number. Each
+        """Number of tokens by which every padded sequence length must be divisible. Each
         context-parallel rank holds two chunks of a sequence."""
         return 2 * self.context if self.context > 1 else 1
 
@@ -287,8 +287,8 @@ class MoeConfig(Section):
 
 class PerformanceConfig(Section):
     """Settings that save time or memory and change results only in the last bits. With CUDA, a
-    setting at null is on if tests cover the setting, and if the device and the run meet the
-    setting's requirements; see docs/gpu.md."""
+    setting with the value null is on if tests cover the setting, and if the device and the run meet
+    the setting's requirements; see docs/gpu.md."""
 
     automatic: bool = Field(
         True, description="false: every setting of this section that is null is off"

@@ -3,8 +3,8 @@ Problems are generated when needed and never stored.
 
 Problem number i of a stream depends only on i, the seed and the split. A fixed hash assigns each
 problem to the training split or the evaluation split, so the two splits share no problem. Rollouts
-use `ArithmeticPrompts`. The quickstart's initial model is the result of supervised training on
-demonstrations. The tokenizer of the quickstart's model uses `ALPHABET`.
+use `ArithmeticPrompts`. The quickstart's initial model was trained on demonstrations of this task.
+The tokenizer of the quickstart's model uses `ALPHABET`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Problem:
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Returns problem number `index` of a stream.
+    """Returns the problem at position `index` of a stream.
 
     A stream may contain the same problem several times, with its numbers in the same or in another
     order. The two splits never share a problem. Of the first 1,000 held-out problems, 36 repeat an
@@ -70,8 +70,8 @@ def split_of(problem: Problem) -> Split:
 
 
 def demonstration(problem: Problem, seed: int, wrong_rate: float) -> str:
-    """Returns a worked answer, such as '14+27=41;58+41=99'. The worked answer is drawn from twelve
-    equally likely orders of adding the three numbers.
+    """Returns a worked answer, such as '14+27=41;58+41=99'. There are twelve ways to order the two
+    additions and their terms, and all of them are equally likely.
 
     Args:
         seed: selects the derivation. The derivation also depends on the problem.

@@ -64,9 +64,9 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """Keeps the first of all problems whose prompts have the same words and operators. If problems
-    with the same prompt have different answers, keeps none of these problems, because at least one
-    of the answers must be wrong.
+    """Removes repeated problems. If several problems have prompts with the same words and
+    operators, keeps only the first of them. If problems with the same prompt have different
+    answers, keeps none of these problems, because at least one of the answers must be wrong.
 
     If a prompt contains no words and no operators, the whole prompt text is compared instead.
     """
@@ -84,7 +84,7 @@ def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
 
 
 class Contamination:
-    """Problems of the evaluation, which training must not see.
+    """Evaluation problems, which must not occur in the training data.
 
     Args:
         problems: problems of the evaluation.

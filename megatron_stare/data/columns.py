@@ -1,4 +1,4 @@
-"""Guesses which columns of a file hold the prompt and the answer, from the first rows."""
+"""Guesses from the first rows of a file which columns hold the prompt and the answer."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 def _chosen(
     rows: Sequence[Row], names: Sequence[str], path: str, role: str, usual: Sequence[str]
 ) -> str:
-    """Returns the first column of the list `usual` whose values can be read as the prompt or the
-    answer (`role`). `role` is 'prompt' or 'answer'. The comparison of column names ignores case."""
+    """Returns the first column of the list `usual` whose values are suitable for the given role.
+    `role` is 'prompt' or 'answer'. The comparison of column names ignores case."""
     lower = {name.lower(): name for name in reversed(names)}
     why = ""
     for name in (lower[key] for key in usual if key in lower):
@@ -95,9 +95,9 @@ def _chosen(
 
 
 def _alone(rows: Sequence[Row], role: str, name: str) -> None:
-    """Checks that a column can be read as the prompt or the answer (`role`) in every row. The check
-    uses an empty text in place of the other column (answer or prompt). Raises UserError if the
-    column cannot be read."""
+    """Checks that the column's value is suitable for the given role in every row. `role` is
+    'prompt' or 'answer'. For the other of these two roles, the check uses an empty text. Raises
+    UserError if a value is not suitable."""
     other = "answer" if role == "prompt" else PROMPT_KEY
     for number, where, row in rows:
         fields = {name: _within(row, name), **({} if name == other else {other: ""})}

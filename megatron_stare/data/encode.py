@@ -1,6 +1,6 @@
 """Encodes the text of a prompt into the token ids that the policy continues (`Prompt.token_ids`).
-Every prompt source uses this encoder, so templates and the length limit apply to all sources
-alike."""
+All prompt sources of this package use this encoder, except the source `messages`. Templates and the
+length limit therefore apply to all these sources alike."""
 
 from __future__ import annotations
 

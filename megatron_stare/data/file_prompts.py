@@ -2,10 +2,10 @@
 mixture of several files.
 
 A source reads and checks its files once, when it is built. data/records.py defines the records of a
-file. Within a pass over a file, the order of the records depends only on the seed, the file and the
-number of the pass. In a mixture, the number of prompts taken so far (the cursor) decides which file
-supplies the next prompt. The cursor is therefore all that a resumed run needs, and the order of the
-prompts does not depend on the number of training ranks.
+file. The order of the records within a pass over a file depends only on the seed, the file's
+position in the mixture and the index of the pass. In a mixture, the number of prompts taken so far
+(the cursor) decides which file supplies the next prompt. The cursor is therefore all that a resumed
+run needs, and the order of the prompts does not depend on the number of training ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Part:
     `weight`: weight of the file in the mixture, as an integer; see `whole_weights`.
     `records`: records of the file, without the omitted records.
     `taken`: number of records taken from the file so far.
-    `pass_`: number of the current pass over the file; `order` is the order of the records in this
+    `pass_`: index of the current pass over the file; `order` is the order of the records in this
         pass.
     """
 
@@ -105,8 +105,8 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Returns True if the record's prompt is short enough. A prompt that is too long gives
-        False if `drop` is true, and raises PromptTooLongError if `drop` is false."""
+        """Returns True if the record's prompt is short enough. If the prompt is too long, returns
+        False if `drop` is true, and raises PromptTooLongError otherwise."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:

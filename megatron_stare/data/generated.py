@@ -81,8 +81,8 @@ class GeneratedPrompts(ABC):
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
-        """Returns problem number `index` of the stream. Each pair of seed and split has its own
-        stream."""
+        """Returns the problem at position `index` of the stream. Each pair of seed and split has
+        its own stream."""
 
     def take(self, n: int) -> list[Prompt]:
         """Returns the next `n` prompts."""

@@ -65,8 +65,8 @@ def rendered(
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token does not count in the loss.
-    Each turn is encoded separately, so that no token spans the border of a turn. In a rollout, no
-    token does so either.
+    Each turn is encoded separately, so that no token spans the border of a turn. In a rollout, too,
+    no token spans the border of a turn.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).

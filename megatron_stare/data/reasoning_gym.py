@@ -1,6 +1,6 @@
 """Uses the questions of `reasoning-gym` tasks as prompts, and the tasks' own scorers as a verifier.
 
-Each question is generated from a seed and a number. The verifier generates the question a second
+Each question is generated from a seed and an index. The verifier generates the question a second
 time to score a response. This module also runs in reward workers, so it imports torch and
 reasoning-gym only when they are needed.
 """
@@ -105,7 +105,7 @@ def self_test() -> list[str]:
 
 @functools.lru_cache(maxsize=256)  # a prompt has many responses
 def make_entry(dataset: str, settings: str, seed: int, at: int) -> tuple[Any, dict[str, Any]]:
-    """Returns a pair: the task, and the task's entry with the number `at`. An entry consists of a
+    """Returns a pair: the task, and the task's entry at index `at`. An entry consists of a
     question, its answer and metadata.
 
     Args:

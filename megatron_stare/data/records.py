@@ -1,5 +1,5 @@
-"""Reads problems from JSON Lines files, Parquet files and named datasets. Several row formats are
-supported.
+"""Reads problems from JSON Lines files, JSON arrays, Parquet files and Hugging Face datasets.
+Several row formats are supported.
 
 This project's format is {"prompt": text, "answer": text or number, "id": optional}. In slime's
 format, the answer is in "label". In verl's format, "prompt" is a list of messages and the answer is

@@ -81,8 +81,8 @@ class Problem:
 
 
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
-    """Returns problem number `index` of a stream. A stream may contain the same problem several
-    times, with its operands in the same or in another order. The two splits never share a
+    """Returns the problem at position `index` of a stream. A stream may contain the same problem
+    several times, with its operands in the same or in another order. The two splits never share a
     problem."""
     attempt = 0
     while True:

@@ -4,9 +4,9 @@ the state that was saved.
 The canary consists of a few token sequences from the last trained batch. A checkpoint stores the
 canary and the canary's log-probs under the saved weights. If the reference policy was refreshed,
 the checkpoint also stores the canary's log-probs under the reference policy. For each weight tensor
-and each tensor of the optimizer state, the checkpoint stores two sums. After loading the
-checkpoint, the ranks compute the log-probs and the sums again, and the driver compares them with
-the stored numbers.
+and each tensor of the optimizer state, the checkpoint stores two sums: of the absolute values, and
+of the squares. After loading the checkpoint, the ranks compute the log-probs and the sums again,
+and the driver compares them with the stored numbers.
 
 The log-probs must be bit-identical if layout, number of threads, kind of device, libraries and this
 package's code are unchanged. A change of layout, threads, device, libraries or code may change the

@@ -1,5 +1,5 @@
-"""Supplies demonstrations, which are given conversations to train on, and measures the loss on
-held-out demonstrations."""
+"""Supplies demonstrations, that is, conversations to train on. Measures the loss on held-out
+demonstrations."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ EVENT = "event.json"
 
 @dataclass(frozen=True)
 class Fired:
-    """A guard that fired because the guard's metric was out of bounds in a step, and the guard's
-    action.
+    """Record of a guard that fired in a step, with the guard's action. A guard fires if its metric
+    is out of bounds.
 
     `text`: describes the measured values.
     """
@@ -126,8 +126,8 @@ class Guards:
         self.fired: list[Fired] = []  # of the last step
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Restores the metrics of earlier steps, with which the guards compare later steps. `rows`
-        contains the metrics of one earlier step per entry, oldest first."""
+        """Restores the metrics of earlier steps, with which the guards compare later steps. Each
+        entry of `rows` contains the metrics of one earlier step. The oldest step comes first."""
         for row in rows:
             self._judge.remember(row)
 

@@ -60,8 +60,8 @@ class Inputs:
     held_out: list[Prompt]  # demonstrations for the held-out loss
 
     def verifiers(self) -> dict[Extension, Task]:
-        """Maps each verifier to the first task that names the verifier. Returns {} for supervised
-        fine-tuning."""
+        """Maps each verifier to the first task that uses it; the training task comes before the
+        evaluation tasks. Returns {} for supervised fine-tuning."""
         if self.config.supervised:
             return {}
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
@@ -98,7 +98,7 @@ class Inputs:
 
 
 def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
-    """Maps each verifier to the first task that names the verifier."""
+    """Maps each verifier to the first task in `tasks` that uses it."""
     found: dict[Extension, Task] = {}
     for task in tasks:
         found.setdefault(task.verifier, task)
@@ -219,9 +219,9 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 def remarks(config: Config) -> list[str]:
     """Returns the lines that a dry run prints in addition to the configuration.
 
-    The lines describe the placement on the Ray cluster, activation memory and faster settings. The
-    lines also list the checks that were skipped because the model, a file or the servers' software
-    is not on this machine, or because the kind of GPU is unknown.
+    The lines describe the placement on the Ray cluster, the activation memory, and the settings of
+    `performance` that are off. The lines also list the checks that were skipped because the model,
+    a file or the servers' software is not on this machine, or because the kind of GPU is unknown.
 
     Raises:
         UserError: the run cannot join the Ray cluster, or the nodes of the cluster can never hold

@@ -1,5 +1,5 @@
-"""Defines the parts of a session that the driver calls after every step: guards, saves, held-out
-evaluations, and the memory metrics of each phase."""
+"""Defines the parts of a session. After every step, the driver calls each part. The parts apply the
+guards, save checkpoints, run held-out evaluations, and measure the memory of each phase."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ METRICS = tuple(
 
 
 class Part:
-    """A part of a session. The driver's thread calls all parts in the order in which they were
-    added."""
+    """A part of a session. After every step, the driver's thread calls all parts of the session, in
+    the order in which the parts were added."""
 
     def after_step(self) -> None:
-        """Called after a step has been trained, synced and logged."""
+        """Does the part's work after a step. When the driver calls `after_step`, the step is
+        trained and logged, and its weights are synced to the engines."""
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the part's metrics for the step being logged."""
@@ -80,7 +81,7 @@ class Part:
 
 
 class Measured(Part):
-    """A part that does nothing but log the metrics returned by a function."""
+    """Part of a session that only logs metrics. A function computes the metrics."""
 
     def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
         self._metrics = metrics
@@ -92,9 +93,10 @@ class Measured(Part):
 class PhaseMemory(Part):
     """Measures memory at the end of every phase, in units of 10^6 bytes.
 
-    Logs `memory/<phase>_peak_mb`. On a GPU, also logs `memory/<phase>_device_mb`. Without CUDA,
-    also logs `memory/<phase>_live_mb`. Each of these metrics is the largest value over all ranks.
-    If engines are given, also logs `memory/<phase>_engines_mb`.
+    For every phase, logs `memory/<phase>_peak_mb`. On a GPU, also logs `memory/<phase>_device_mb`.
+    Without CUDA, also logs `memory/<phase>_live_mb`. The metrics `peak_mb`, `device_mb` and
+    `live_mb` are the largest values over all ranks of the trainer. If engines are given, also logs
+    `memory/<phase>_engines_mb`.
 
     Args:
         phase: opens a phase of the step, by name.
@@ -123,8 +125,8 @@ class PhaseMemory(Part):
 
 
 class GuardedSteps(Part):
-    """Ends the run or rolls it back after a step, if a guard with this action fired. Records a
-    rollback in the run directory before it raises RollBack."""
+    """Carries out the actions of guards after a step: ends the run, or rolls the run back. Writes a
+    rollback into the run directory, and then raises RollBack."""
 
     def __init__(
         self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]
@@ -132,7 +134,7 @@ class GuardedSteps(Part):
         self.guards, self._state, self._dir, self._note = guards, state, run_dir, note
 
     def after_step(self) -> None:
-        """Carries out the actions of the guards that fired.
+        """Carries out the actions of the guards that fired in the last step.
 
         Raises:
             RollBack: the run must continue from its newest checkpoint and leave out the prompts of
@@ -187,8 +189,8 @@ class Saves(Part):
         self._engines, self._colocation, self._phase, self._kept = engines, colocation, phase, kept
 
     def after_step(self) -> None:
-        """Completes the pending checkpoint if its files are written. Begins a new checkpoint if one
-        is due.
+        """Completes the pending checkpoint if all its files are written. Begins a new checkpoint if
+        a checkpoint is due at this step.
 
         Raises:
             UserError: one of the two checkpoints cannot be written.
@@ -207,11 +209,13 @@ class Saves(Part):
         return self._checkpoints.metrics()
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Finishes the pending checkpoint when the run ends.
+        """Finishes the pending checkpoint when a run is interrupted or ended by a guard.
 
-        After an interruption or an error that a guard raised, waits for the pending checkpoint. If
-        the interrupted run is to be saved, also saves the last step. After any other error, does
-        nothing, because the ranks may have failed. Incomplete checkpoints are removed later.
+        If a signal or the time limit interrupted the run, waits until the pending checkpoint is
+        complete, and then also saves the last step if the run can still be saved. If a guard or
+        non-finite values ended the run, only waits for the pending checkpoint. After an error of
+        any other kind, does nothing, because the ranks may have failed. Incomplete checkpoints are
+        removed later.
 
         Raises:
             UserError: the last step cannot be saved.
@@ -243,8 +247,9 @@ class Saves(Part):
 
 
 class HeldOut(Part):
-    """Evaluates the newest weights on held-out problems before, during and after training. An
-    evaluation that is already recorded for a step does not run again at this step.
+    """Evaluates the newest weights on held-out problems before, during and after training. If the
+    run directory already contains a task's evaluation at a step, this evaluation does not run
+    again.
 
     Args:
         evaluations: the tasks with their problems.
@@ -255,7 +260,8 @@ class HeldOut(Part):
             engines evaluate.
         weights: returns the policy's tensors.
         synced: called after the reserved engines have received new weights.
-        progress: receives the number of finished responses and the number of wanted responses.
+        progress: receives the number of finished responses and the number of all responses of the
+            evaluation.
     """
 
     def __init__(

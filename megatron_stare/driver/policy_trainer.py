@@ -60,9 +60,9 @@ class PolicyTrainer:
     def step(self, batch: RolloutBatch) -> dict[str, float]:
         """Trains on a rollout batch that already has advantages, and returns the step's metrics.
 
-        The log-prob pass computes log-probs and entropies. From the log-probs and the entropies,
-        the ranks compute the statistics, the gate and the token weights. For every mini-batch, the
-        ranks then run forward and backward of the weighted loss and take an optimizer step.
+        The log-prob pass computes log-probs and entropies. The ranks then use the log-probs and the
+        entropies to compute the statistics, the gate and the token weights. For every mini-batch,
+        the ranks compute the gradient of the weighted loss and take an optimizer step.
 
         Raises:
             NonFiniteError: the loss or the gradient was non-finite in several consecutive updates.
@@ -79,8 +79,8 @@ class PolicyTrainer:
         )
 
     def _train(self, batch: RolloutBatch) -> tuple[list[UpdateResult], dict[str, float]]:
-        """Runs the log-prob pass and all updates. Returns the results of the updates and the
-        agreement metrics."""
+        """Runs the log-prob pass and all updates of a step. Returns the results of the updates, and
+        the metrics on the agreement of engines and trainer."""
         every = self._config.model.reference_refresh_every
         with self._phase("log_probs"):
             self._ranks.compute_log_probs(batch)
@@ -122,8 +122,8 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk. Writes nothing if batches of `faults.guards.dumps` other steps
-        are already on disk. Ignores write errors, such as a full disk.
+        """Writes the batch to disk, unless the disk already contains the batches of
+        `faults.guards.dumps` other steps. Ignores write errors, such as a full disk.
 
         Args:
             by_rank: if true, also write the non-finite values that every rank finds.
@@ -141,8 +141,8 @@ class PolicyTrainer:
                 write_guarded(self._events, batch, self._ranks.log_probs(), why, ranks)
 
     def _watched(self, batch: RolloutBatch) -> list[int]:
-        """Returns the indices of the samples whose per-token numbers are logged. Returns [] in most
-        steps."""
+        """Returns the indices of those samples of the batch whose tokens are logged with their
+        numbers, such as entropies. Returns [] in most steps."""
         run = self._config.run
         if batch.step % run.rollouts_every or self._texts is None:
             return []
@@ -157,6 +157,6 @@ class PolicyTrainer:
             trajectory.numbers, trajectory.pieces = numbers, self._texts(trajectory.tokens.tolist())
 
     def weights(self) -> WeightStream:
-        """Returns a stream of the policy's tensors, under their Hugging Face names and in buckets
-        for the engines."""
+        """Returns a stream of the policy's tensors for the engines. The tensors have their Hugging
+        Face names, and the stream sends them in buckets."""
         return self._ranks.export()

@@ -1,10 +1,10 @@
-"""Selects the run and the checkpoint to resume from, before any process starts. Checks whether the
-configuration allows the resume.
+"""Selects the run to resume and the checkpoint to resume from, before any process of the run
+starts. Checks whether the configuration allows the resume.
 
-Most settings must be the same as at the start of the run. The tokenizer, the chat template and the
-system prompt must also be the same, because a replaced file would silently change every prompt. The
-run's state contains digests that reveal changes of the tokenizer, the chat template and the system
-prompt.
+A resumed run must have the same values of most settings as the original run. The tokenizer, the
+chat template and the system prompt must also be the same, because a replaced file would silently
+change every prompt. Every checkpoint contains digests that reveal changes of the tokenizer, the
+chat template and the system prompt.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ _FILES = (  # tokenizer files
 
 
 def find_run(config: Config) -> Path:
-    """Returns the directory of the run to resume. Returns run.dir if it is set. If run.dir is not
-    set, returns the newest run under runs/ that has the configured name and has finished a step. If
-    no run has finished a step, returns the newest run with the configured name.
+    """Returns the directory of the run to resume: run.dir, if run.dir is set. If run.dir is not
+    set, selects the newest run under runs/ that has the configured name and has finished at least
+    one step. If no run with this name has finished a step, selects the newest run with this name.
 
     Raises:
         UserError: there is no run to resume.
@@ -100,7 +100,7 @@ def find_run(config: Config) -> Path:
 def resume_point(
     path: Path, config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Returns the checkpoint to resume from and the run state in this checkpoint.
+    """Returns the checkpoint to resume from, and the run state that this checkpoint contains.
 
     Args:
         from_step: step of the checkpoint; None: the newest complete checkpoint.
@@ -157,9 +157,10 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
     """Context manager for code that reads a checkpoint. If the code raises DataError, the context
-    manager searches for the newest earlier checkpoint that is intact. If an intact earlier
-    checkpoint exists, the context manager raises an error that also names this checkpoint. The
-    search does not read tensors."""
+    manager searches for an earlier checkpoint that is intact, from the newest to the oldest. If the
+    search finds an intact checkpoint, the context manager raises an error that names this
+    checkpoint as well. The search for an intact checkpoint does not read the checkpoints'
+    tensors."""
     try:
         yield
     except DataError as error:
@@ -185,8 +186,8 @@ def _is_whole(checkpoint: Path) -> bool:
 def check_resume(
     config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Returns the checkpoint and the state from which a run would resume; see resume_point. Does
-    not change the run.
+    """Returns the checkpoint and the run state from which the configured run would resume, like
+    `resume_point`. Does not change the run.
 
     Raises:
         UserError: the run cannot be resumed, or another process holds the run.
@@ -197,7 +198,8 @@ def check_resume(
 
 
 def refuse_changes(old: Config, new: Config) -> None:
-    """Raises ConfigError for the first setting that has changed but must not change."""
+    """Raises ConfigError if a setting that must stay the same differs between the old and the new
+    configuration. The error names the first of the changed settings, in alphabetical order."""
     # earlier releases recorded relative paths
     before, after = (
         _flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)
@@ -235,11 +237,12 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """Returns the SHA-256 digest of each input from which prompts are made, by the input's name.
+    """Returns the SHA-256 digests of all inputs that determine the prompts, keyed by the input's
+    name.
 
-    The inputs are the tokenizer's files, the chat template if prompts use a chat template, and the
-    token ids of the first prompt. The first prompt reveals changes that the files do not show, such
-    as a new system prompt or a new order of the data.
+    The inputs are the tokenizer's files, the token ids of the first prompt, and, if prompts use a
+    chat template, the chat template. The first prompt reveals changes that do not appear in the
+    tokenizer's files, such as a new system prompt or a new order of the data.
 
     Args:
         source: prompt source at its beginning. The position of the source is restored.
@@ -261,8 +264,9 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
-    """Raises DataError for the first prompt input whose digest has changed since the run was
-    started. Accepts runs of old releases, which saved no digests."""
+    """Raises DataError if an input of the prompts, such as a tokenizer file, has changed since the
+    run was started. Compares the digests of the inputs. Accepts runs of old releases, which saved
+    no digests."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name):
             continue

@@ -121,9 +121,10 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the state of the run and the position in the prompt source. A new run starts at its
-        beginning, and a resumed run starts at the resume point. Returns the checkpoint to load, or
-        None if no checkpoint is loaded."""
+        """Sets the state of the run and the position in the prompt source. For a resumed run, takes
+        the state and the position from the checkpoint to resume from. A new run starts with the
+        initial state, at the beginning of the prompt source. Returns the checkpoint that the run
+        must load, or None if the run loads no checkpoint."""
         inputs, held = self._inputs, self._held
         made_with = prompt_inputs(self.config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
@@ -190,7 +191,8 @@ class Session:
         return pools
 
     def _open_saves(self, stack: ClosingStack) -> None:
-        """Creates the agreement watch, the guards, and the part that saves checkpoints."""
+        """Creates the object that compares log-probs of engines and trainer, the guards, and the
+        part that saves checkpoints."""
         self.agreement = AgreementWatch(self._inputs.run, self.ranks, self.engines)
         self.agreement.restore(self.monitor.resumed)
         self.guards = Guards(self.config.faults.guards, self.config.model.dtype)
@@ -220,8 +222,9 @@ class Session:
         self, stack: ClosingStack, runner: Runner
     ) -> tuple[EnginePool, Evaluator] | None:
         """Creates `self.evaluator`, which evaluates on the training engines. If engines are
-        reserved for evaluation, returns these engines and a second evaluator that uses them.
-        Returns None if no engines are reserved or the run has no evaluations."""
+        reserved for evaluation, returns the reserved engines, and a second evaluator that uses the
+        reserved engines. Returns None if no engines are reserved for evaluation or the run has no
+        evaluations."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
         if not self._inputs.evaluations or not (
@@ -327,7 +330,8 @@ class Session:
         self.monitor.gauges += [part.metrics for part in parts]
 
     def _tell(self, runner: Runner) -> None:
-        """Records the placement of the workers and logs the notes about the start of the run."""
+        """Writes the placement of the workers to the run directory, and logs notes for the user
+        about the start of the run."""
         held = self._held
         self.dir.record_placement(runner.notes())
         told = () if held.restarted or held.went_back else held.plan.notes
@@ -339,8 +343,8 @@ class Session:
             self.monitor.note(line)
 
     def _continue(self, restored: Path | None) -> None:
-        """Loads the checkpoint to resume from, if there is one, and logs the step after which the
-        run continues."""
+        """If there is a checkpoint to resume from, loads the checkpoint and logs the step after
+        which the run continues."""
         if restored:
             with offering_older(restored):
                 self.checkpoints.load(restored)
@@ -374,8 +378,8 @@ class Session:
             makes_steps(None)
 
     def steps(self) -> Iterator[int]:
-        """Yields the number of each remaining step. After each step, runs the saves and evaluations
-        that are due.
+        """Yields the number of each remaining step of the run. After the caller has processed a
+        step, runs the guards, and the saves and evaluations that are due.
 
         Raises:
             RollBack: the run must continue from its newest checkpoint and leave out the prompts of
@@ -402,8 +406,8 @@ class Session:
         makes_steps(None)
 
     def finish(self) -> Path:
-        """Exports the policy after the last step, finishes the sinks, and returns the run
-        directory."""
+        """Exports the policy after the last step, tells the sinks that the run is finished, and
+        returns the run directory."""
         self._last_phase("export")
         self.checkpoints.finish()
         export_policy(
@@ -430,8 +434,8 @@ class Session:
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """Advances the run's state to step `version`. Called after the step's weights were made
-        available for the next rollouts."""
+        """Advances the run's state to step `version`. The rollout source calls `_published` when
+        the weight sync of step `version` is done or was skipped."""
         self.state.step, self.state.data = version, self.rollouts.state()
         if self.groups is not None:
             self._kept = self.groups.kept()
@@ -441,7 +445,8 @@ class Session:
 def _say_what_was_lost(
     runner: Runner, kind: object, error: BaseException | None, trace: object
 ) -> None:
-    """If a lost process caused `error`, raises an exception that reports the lost process."""
+    """If `error` was caused by the loss of a process of the run, raises an exception that reports
+    the lost process."""
     if (
         isinstance(error, Exception)
         and not isinstance(error, RollBack)
@@ -453,8 +458,8 @@ def _say_what_was_lost(
 def make_runner(
     run: ResolvedRun, awaited: Awaited | None = None, tell: Callable[[str], None] = unsaid
 ) -> Runner:
-    """Returns the runner that the configuration selects. Imports only this runner's module, so that
-    inline runs do not need Ray.
+    """Returns the runner that the configuration selects. Imports only the module of the selected
+    runner, so that runs with the inline runner do not need Ray.
 
     Args:
         tell: callback that receives a line of text before each slow part of the start. A slow part

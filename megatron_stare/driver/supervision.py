@@ -1,11 +1,11 @@
-"""Supervises a run (`train --supervise`). A parent process starts the driver of the run, and
-restarts the driver if the driver is lost.
+"""Supervises a run (`train --supervise`). The supervisor is a parent process that starts the driver
+of the run, and starts a new driver if the driver is lost.
 
-A driver may be killed. For example, if Ray's control store is gone, Ray ends the driver from C++
-without running `finally` blocks or atexit handlers. The supervisor must survive the end of the
-driver and therefore imports neither Ray nor torch. The driver sends the path of the run directory
-to the supervisor through a pipe. The supervisor reads the progress and the restart rule from files
-in the run directory.
+A driver may be killed. For example, if Ray's control store is lost, Ray's C++ code ends the driver
+process at once, and neither `finally` blocks nor atexit handlers run. The supervisor must survive
+the end of the driver and therefore imports neither Ray nor torch. The driver sends the path of the
+run directory to the supervisor through a pipe. From files in the run directory, the supervisor
+reads how many steps are done and which rule limits the restarts of the driver.
 
 An environment variable tells the driver about its supervisor. The driver removes this variable from
 its own environment. If the supervisor dies, the kernel sends SIGTERM to the driver, and the run
@@ -44,12 +44,14 @@ _restarts = 0  # number of restarts by the supervisor
 
 
 def driver_of(command: str) -> tuple[str, ...]:
-    """Returns the command line of a driver that runs the given command of `megatron-stare`."""
+    """Returns the command line of a driver process that runs `megatron-stare COMMAND` for the given
+    command."""
     return (sys.executable, "-m", "megatron_stare.cli", command)
 
 
 def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence[str]) -> int:
-    """Runs a driver with `arguments` in a child process. Restarts a lost driver.
+    """Runs a driver with `arguments` in a child process. If the driver is lost, starts a new
+    driver.
 
     Args:
         arguments: arguments of the driver. Every option and its value form one word, such as
@@ -70,8 +72,8 @@ def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence
 
 
 class _Supervisor:
-    """Starts drivers and handles signals. Signals are blocked and handled one at a time, so that no
-    signal is lost or interrupts other code.
+    """Starts drivers and handles signals. The supervisor blocks signals and fetches them one at a
+    time, so that no signal is lost and no signal interrupts other code.
 
     Args:
         program: command of a driver.
@@ -164,9 +166,10 @@ class _Supervisor:
     def _now(self) -> list[str]:
         """Returns the arguments of the next driver.
 
-        If the run directory exists, the driver resumes the run in this directory. After a driver
-        has started the run completely, `--from-step` is dropped, so that a restart does not discard
-        later steps again. `--stop-after` is set to the remaining time.
+        If the run directory exists, the driver resumes the run in this directory. The option
+        `--from-step` is dropped as soon as one driver has started the run completely. If the option
+        were kept, each restart would discard the steps after `--from-step` once more. The option
+        `--stop-after` is set to the time that remains.
         """
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
@@ -187,8 +190,8 @@ class _Supervisor:
         return 0
 
     def _rule(self) -> RecoveryRule:
-        """Returns the restart rule from the run's configuration. Returns the default rule if the
-        configuration cannot be read yet."""
+        """Returns the rule that limits restarts of the driver, from the run's configuration.
+        Returns the default rule if the configuration cannot be read yet."""
         if self._run_dir is not None:
             with contextlib.suppress(OSError, yaml.YAMLError, LookupError, TypeError):
                 config = with_new_names(yaml.safe_load((self._run_dir / CONFIG_FILE).read_text()))
@@ -196,7 +199,8 @@ class _Supervisor:
         return RecoveryRule()
 
     def _pause(self, wait_s: float) -> None:
-        """Waits for `wait_s` seconds. Returns early if a signal ends the run."""
+        """Waits for `wait_s` seconds. Returns earlier if the supervisor receives a signal that ends
+        the run."""
         until = time.monotonic() + wait_s
         while self._ended_by is None and (left := until - time.monotonic()) > 0:
             found = signal.sigtimedwait(set(self._caught), left)
@@ -223,10 +227,11 @@ class _Supervisor:
 
 
 def _is_lost(code: int) -> bool:
-    """Tells whether a driver with this return code was lost and must be restarted.
+    """Returns True if a driver that ended with the return code `code` was lost and must be
+    restarted.
 
-    A driver counts as lost if it was killed by a signal other than SIGINT and SIGTERM, or if it
-    ended with an error that is not a UserError. A driver that aborted counts as killed by a signal.
+    A driver was lost if a signal other than SIGINT and SIGTERM killed it, or if it ended with an
+    error that is not a UserError. A driver that called abort() was killed by the signal SIGABRT.
     """
     return -code not in ENDING if code < 0 else code == 1
 
@@ -249,7 +254,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def attach() -> bool:
-    """Attaches this driver to its supervisor. Returns True if the driver has a supervisor.
+    """Connects this driver process with its supervisor. Returns False if the driver has no
+    supervisor.
 
     Opens the pipe to the supervisor. Asks the kernel to send SIGTERM to this driver if the
     supervisor dies. Call `attach` after the SIGTERM handler is installed, on a thread that lives as
@@ -268,12 +274,14 @@ def attach() -> bool:
 
 
 def tell_run_dir(path: Path) -> None:
-    """Sends the path of the run directory to the supervisor, if there is a supervisor."""
+    """Sends the path of the run directory to this driver's supervisor. Does nothing if this driver
+    has no supervisor."""
     _tell(str(path.absolute()))
 
 
 def tell_came_up() -> None:
-    """Tells the supervisor, if there is one, that the run has started completely."""
+    """Tells this driver's supervisor that the run has started completely. Does nothing if this
+    driver has no supervisor."""
     _tell(CAME_UP)
 
 
@@ -284,10 +292,10 @@ def _tell(line: str) -> None:
 
 
 def supervised() -> bool:
-    """Tells whether this driver has a supervisor."""
+    """Returns True if a supervisor started this driver."""
     return _pipe is not None
 
 
 def restarted() -> bool:
-    """Tells whether this driver replaces a lost driver."""
+    """Returns True if the supervisor started this driver to replace a lost driver."""
     return _restarts > 0

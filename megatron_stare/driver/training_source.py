@@ -1,5 +1,5 @@
-"""Wraps the rollout source of training. The wrapper adds advantages, verifies each weight sync, and
-offloads colocated engines."""
+"""Wraps the rollout source of training. The wrapper adds advantages to batches, verifies each
+weight sync, and offloads engines that share devices with the trainer."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class TrainingSource(RolloutSource):
 
     def next(self, step: int) -> RolloutBatch:
         """See RolloutSource. The returned batch contains advantages. If a signal interrupts `next`,
-        the step counts as not started."""
+        the run's state stays at the previous step."""
         with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """See RolloutSource. Skips the weight sync if a signal to end the run was received, because
-        the run then samples no more responses.
+        """See RolloutSource. If the driver has received a signal that ends the run, skips the
+        weight sync, because the run will sample no more responses.
 
         Raises:
             AgreementError: the engines do not compute with the published weights.

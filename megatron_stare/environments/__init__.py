@@ -1,8 +1,8 @@
 """Environments. An environment controls everything between a prompt and the end of its response, in
 one or several turns.
 
-A user-defined environment is one file. The setting `rollout.environment` names the class of the
-environment by dotted path.
+A user can define an environment in one file. The setting `rollout.environment` names the class of
+the environment by dotted path.
 """
 
 ENVIRONMENTS = {

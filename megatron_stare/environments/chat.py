@@ -2,7 +2,8 @@
 and renders the tokens between the policy's turns.
 
 The tokenizer's chat template defines the tokens between turns. Tokens that the policy sampled stay
-unchanged. Only a new branch encodes the text of sampled tokens again. Tool calls have the format of
+unchanged in the context of later turns. Only when a response begins a new branch, the text of
+sampled tokens is tokenized again, for the context of this branch. Tool calls have the format of
 Hermes, Qwen2.5 and Qwen3.
 """
 
@@ -35,17 +36,17 @@ class Call(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """Text that should be a tool call but cannot be parsed, and the reason."""
+    """Text of a tool call that cannot be parsed, and the reason why it cannot be parsed."""
 
     text: str
     why: str
 
 
 def read_calls(text: str) -> list[Call | Malformed]:
-    """Returns the tool calls in the text of a turn, in order.
+    """Returns the tool calls in the text of a turn, in the order in which they occur.
 
     `read_calls` accepts the same format as SGLang's detector `qwen25`. For each malformed call,
-    `read_calls` returns a Malformed, but SGLang's detector returns nothing.
+    `read_calls` returns a `Malformed` object, but SGLang's detector returns nothing.
     """
     found: list[Call | Malformed] = []
     for body in _CALL.findall(text):
@@ -137,10 +138,11 @@ class ChatFormat:
 
     def between(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
         """Returns the ids [n] and the text of the tokens between two turns of the policy. The
-        tokens consist of the messages and the opening of the policy's next turn.
+        tokens consist of the messages and the opening of the policy's next turn (the template's
+        generation prompt).
 
-        A space is inserted into every special token and every tool-call tag that occurs in the text
-        of a message.
+        If the text of a message contains a special token or a tag of tool calls, a space is
+        inserted into the token or tag, so that it loses its special meaning.
 
         Args:
             messages: answers of tools ({"role": "tool", "content": text}), then messages of other
@@ -187,9 +189,9 @@ class ChatFormat:
         return ids[1]
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
-        """Returns the token ids of a context and the turn after this context, in the form in which
-        the template renders earlier turns. The template's form of an earlier turn lacks the turn's
-        thinking and the ids from `left_out`.
+        """Returns the token ids of a context, followed by the policy's turn after this context. The
+        turn has the form in which the template renders earlier turns: without the turn's thinking,
+        and without the ids that `left_out` returned.
 
         Args:
             text: text of the turn.
@@ -200,9 +202,9 @@ class ChatFormat:
         return [*context[: len(context) - len(opened)], *ids, self.end]
 
     def _rendered(self, after: Sequence[Mapping[str, str]], content: str = "") -> str:
-        """Renders a conversation: a question, a turn of the policy, the messages `after`, and the
-        opening of the policy's next turn. The turn of the policy contains one tool call for each
-        tool answer in `after`."""
+        """Renders a conversation that consists of a question, a turn of the policy, the messages
+        `after`, and the opening of the policy's next turn. The turn of the policy contains one tool
+        call for each tool answer in `after`."""
         call = {"name": "call", "arguments": {"text": _MARK}}
         calls = [
             {"type": "function", "function": call} for message in after if message["role"] == "tool"
@@ -232,9 +234,9 @@ class ChatFormat:
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
-        """Returns the start and the end of the first special token after position `after`. The
-        position `after` must lie inside a turn, so that the special token is the end of this
-        turn."""
+        """Finds the first special token after position `after` of the text `whole`, and returns the
+        positions at which this token starts and ends. The position `after` must lie inside a turn,
+        because the first special token after this position is then the end of the turn."""
         found = [
             (at, at + len(token))
             for token in self._special
@@ -258,7 +260,8 @@ def _tool_answer(text: str) -> dict[str, str]:
 
 
 def _broken(text: str, marks: Iterable[str]) -> str:
-    """Returns the text with a space inserted into every occurrence of a mark."""
+    """Returns the text in which every occurrence of a string in `marks` has a space after its first
+    character."""
     for mark in marks:
         text = text.replace(mark, f"{mark[0]} {mark[1:]}")
     return text

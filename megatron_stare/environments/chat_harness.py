@@ -1,8 +1,9 @@
 """Lets an agent of the library `verifiers` converse and call tools inside the driver's process. The
-library imports this module under the name `ID`, after `register` has registered the name.
+function `register` registers this module under the name in the constant `ID`, and the library then
+imports the module by this name.
 
 The library's own harness for conversations starts a new Python process after every message of the
-user. Each start takes about one second of CPU time.
+user. The start of a Python process takes about one second of CPU time.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ __all__ = ["ChatHarness"]
 
 
 def register() -> None:
-    """Makes the library find this module by the name `ID`."""
+    """Registers this module under the name in the constant `ID`, by which the library `verifiers`
+    imports it."""
     sys.modules[ID] = sys.modules[__name__]
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """Settings of ChatHarness. ChatHarness has only the settings that every harness has."""
+    """Settings of ChatHarness, which are only the settings that every harness of the library
+    has."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):
-    """Alternates between a turn of the policy and the tool calls of this turn, until a turn
-    contains no call."""
+    """Lets the policy write a turn, makes the tool calls in this turn, and repeats both until the
+    policy writes a turn without a call."""
 
     APPENDS_SYSTEM_PROMPT: ClassVar[bool] = True
     SUPPORTS_MCP: ClassVar[bool] = True

@@ -29,7 +29,7 @@ from megatron_stare.environments.chat import (
 class ChatRendererConfig(BaseRendererConfig):
     """Settings of ChatRenderer.
 
-    `settings`: variables of the template, as in `data.chat_template_kwargs`.
+    `settings`: variables that are passed to the chat template, as in `data.chat_template_kwargs`.
     """
 
     name: Literal["chat"] = "chat"
@@ -112,8 +112,8 @@ class ChatRenderer:
         )
 
     def get_stop_token_ids(self) -> list[int]:
-        """Returns the id of the token that ends a turn. Sampling does not use the returned id, but
-        stops at the run's own stop tokens."""
+        """Returns the id of the token that ends a turn. The returned id does not affect sampling,
+        which stops at the run's own stop tokens."""
         return [self._format(None).end]
 
     def bridge_to_next_turn(
@@ -144,8 +144,8 @@ class ChatRenderer:
 def _owned(
     before: Sequence[int], after: Sequence[int], messages: Sequence[Mapping[str, Any]]
 ) -> RenderedTokens:
-    """Concatenates the tokens `before` and `after`. Labels the tokens `after` as belonging to the
-    last message, and the tokens `before` as belonging to no message."""
+    """Concatenates the tokens `before` and `after`. Marks the tokens `after` as tokens of the last
+    message, and the tokens `before` as tokens of no message."""
     last = len(messages) - 1
     return RenderedTokens(
         token_ids=[*before, *after],
@@ -155,7 +155,8 @@ def _owned(
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Returns the tools in the form {"type": "function", "function": {...}}."""
+    """Returns the schemas of the tools, each in the form {"type": "function", "function":
+    {...}}."""
     return [
         dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
         for tool in tools or ()
@@ -163,8 +164,8 @@ def _schemas(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a message to the form that chat templates expect. In this form, the content is one
-    text, and the arguments of tool calls are objects."""
+    """Converts a message to the form that chat templates expect. In a converted message, the
+    content is one text, and the arguments of tool calls are objects."""
     plain = {**message, "content": _text(message.get("content"))}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_called(call.get("function", call)) for call in calls]

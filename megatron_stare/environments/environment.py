@@ -29,11 +29,11 @@ class Turn:
     """Tokens that the policy sampled in one call, and the text of these tokens.
 
     `text`: text of the tokens, decoded without special tokens and without the stop token.
-    `experts`: the experts to which the engine routed the first m tokens of the concatenated context
-        and turn; m is the first dimension of the tensor. `experts` is None if the run does not
-        replay the engine's routing.
-    `finish_reason`: 'length' if a token limit ended the turn or allowed no token at all. 'stop' if
-        a stop token or a stop string ended the turn.
+    `experts`: the experts that the engine chose for the first m tokens, counted from the beginning
+        of the turn's context. The tensor has one row per token. `experts` is None if the run does
+        not replay the engine's routing.
+    `finish_reason`: 'length' if a token limit ended the turn, even before its first token. 'stop'
+        if a stop token or a stop string ended the turn.
     `stop`: the stop string that ended the turn, or None. `text` includes the stop string, and also
         any text that the last token contains after the stop string.
     """
@@ -58,8 +58,8 @@ Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """Interface for one trajectory, through which an environment samples tokens from the policy and
-    calls tools."""
+    """Interface through which an environment samples tokens from the policy and calls tools. Each
+    trajectory has its own Generate object."""
 
     async def __call__(
         self,
@@ -68,8 +68,8 @@ class Generate(Protocol):
         stop: str | Sequence[str] = (),
         branch: Branch | None = None,
     ) -> Turn:
-        """Samples a turn after `context`, until a stop token, a stop string or the length limit.
-        `context` is the token sequence of the prompt and the response so far.
+        """Samples a turn that continues `context`. The turn ends at a stop token, a stop string or
+        the length limit. `context` is the token sequence of the prompt and the response so far.
 
         Args:
             branch: the branch to continue, from `Response.branch`; None: the first branch. For a
@@ -87,16 +87,16 @@ class Generate(Protocol):
         ...
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
-        """Calls a tool and returns the tool's answer. A tool that is not idempotent is called at
-        most once, even if the environment runs again.
+        """Calls a tool and returns the tool's answer. If the tool is not idempotent, each call is
+        made at most once, even if the environment runs again for the same response.
 
         Before the call, the journal records the intent to call the tool. After the call, the
-        journal records the answer. An environment runs again after its response was interrupted or
-        the run was resumed. When the environment runs again, the journal returns each recorded
-        answer without a call of the tool. If the journal contains the intent to call a tool but no
-        answer, nobody knows whether the tool acted. An unanswered call of an idempotent tool is
-        repeated with the same call id. The rollouts discard a response with an unanswered call of a
-        tool that is not idempotent.
+        journal records the answer. An environment runs again for a prompt if the response was
+        interrupted or the run was resumed. When the environment runs again, the journal returns
+        each recorded answer without a call of the tool. If the journal contains the intent to call
+        a tool but no answer, nobody knows whether the tool acted. An unanswered call of an
+        idempotent tool is repeated with the same call id. If the tool of an unanswered call is not
+        idempotent, the rollouts discard the response.
 
         Args:
             tool: awaited as `tool(request, id)`, where `id` is unique to this call. When the
@@ -164,8 +164,8 @@ class Environment(ABC):
 
 
 class Response:
-    """A response of one or several turns, under construction. The loss counts the tokens that the
-    policy sampled, and ignores the tokens that the environment adds."""
+    """Response that an environment builds turn by turn. The loss counts the tokens that the policy
+    sampled, and ignores the tokens that the environment adds."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -181,20 +181,21 @@ class Response:
 
     @property
     def length(self) -> int:
-        """Number of tokens so far, including tokens of the environment."""
+        """Number of tokens in the response so far, including tokens that the environment added."""
         return sum(part.numel() for part in self._tokens)
 
     @property
     def branch(self) -> Branch | None:
-        """The newest branch. For the first branch, whose context is the prompt, `branch` is
-        None."""
+        """The newest branch of the response. This property is None in the first branch, whose
+        context is the prompt."""
         return self._branches[-1] if self._branches else None
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Token ids that the next turn continues. In the first branch, the context consists of the
-        prompt and the response so far. In a later branch, the context consists of the branch's own
-        context and the tokens that were sampled or added after the branch began."""
+        """Token ids of the context after which the next turn is sampled. In the first branch, the
+        context consists of the prompt and the response so far. In a later branch, the context
+        consists of the branch's own context and the tokens that were sampled or added after the
+        branch began."""
         tokens = [token for part in self._tokens for token in part.tolist()]
         if (branch := self.branch) is None:
             return (*self._prompt.token_ids, *tokens)

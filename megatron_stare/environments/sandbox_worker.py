@@ -74,7 +74,7 @@ _REFUSED = {
 
 
 class SetUpError(Exception):
-    """Raised if the kernel refuses a part of the isolation."""
+    """Raised if the kernel refuses a system call that is needed to isolate a program."""
 
 
 def main(memory_mb: int, characters: int) -> None:
@@ -93,8 +93,8 @@ def main(memory_mb: int, characters: int) -> None:
 
 
 def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str, object]:
-    """Runs a program and returns the answer for this request. The answer contains at most the first
-    `characters` characters of the program's output."""
+    """Runs the program of a request, and returns the answer to this request. The answer contains at
+    most the first `characters` characters of the program's output."""
     out, into = os.pipe()
     warden = os.fork()
     if not warden:
@@ -127,8 +127,9 @@ def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str,
 
 def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
     """Runs the program in a process with new namespaces, and kills the process if it runs longer
-    than `seconds`. Returns the program's exit code, TIMED_OUT or NOT_SET_UP. A program cannot fake
-    TIMED_OUT or NOT_SET_UP by its own exit code."""
+    than `seconds`. Returns the program's exit code, TIMED_OUT or NOT_SET_UP. If the program itself
+    exits with the code TIMED_OUT or NOT_SET_UP, returns FAILED, so that a program cannot pretend
+    either outcome."""
     is_ready, ready = os.pipe()
     try:
         _die_with_parent()
@@ -215,8 +216,8 @@ def _confine(out: int, ready: int, memory_mb: int, seconds: float) -> None:
 
 
 def _filter_calls() -> None:
-    """Installs the system-call filter of this process (seccomp in Linux's documentation). An
-    installed filter cannot be removed."""
+    """Installs a seccomp filter, which refuses dangerous system calls of this process. An installed
+    filter cannot be removed."""
     machine = platform.machine()
     if machine not in _REFUSED:
         raise SetUpError(f"no filter of system calls for {machine}")

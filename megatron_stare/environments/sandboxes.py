@@ -87,7 +87,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _run(self, code: str, seconds: float) -> Ran:
-        """Runs a program. The method `_run` is called in one of the sandbox's threads."""
+        """Runs a program. `run` calls this method in one of the sandbox's threads."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Sandbox(ABC):
 
 
 class Bubblewrap(Sandbox):
-    """Runs code in processes on this machine that bubblewrap and the kernel isolate.
+    """Runs code on this machine, in processes that bubblewrap and the kernel isolate.
 
     Args:
         workers: number of programs that run at the same time.
@@ -368,8 +368,8 @@ def make_sandbox(
 
 @cache
 def why_not_isolated() -> str | None:
-    """Runs a test program under bubblewrap. Returns None if the test program ran in isolation, else
-    the reason why bubblewrap cannot isolate code on this machine."""
+    """Runs a test program under bubblewrap. Returns None if the test program ran in isolation.
+    Otherwise returns the reason why bubblewrap cannot isolate code on this machine."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (there is no bwrap on PATH)"
     try:
@@ -397,10 +397,10 @@ def command() -> list[str]:
 
 @cache
 def _proc() -> tuple[str, ...]:
-    """Returns the bubblewrap options for a worker's /proc. Usually the worker gets a new /proc. In
-    a container in which parts of /proc are covered, for example by NVIDIA's container hook, the
-    kernel refuses a new /proc. If the kernel refuses a new /proc, the worker gets the container's
-    own /proc. The programs that a worker runs always see an empty /proc."""
+    """Returns the options that tell bubblewrap which /proc a worker gets. Usually the worker gets a
+    new /proc. In a container in which parts of /proc are covered, for example by NVIDIA's container
+    hook, the kernel refuses a new /proc. If the kernel refuses a new /proc, the worker gets the
+    container's own /proc. The programs that a worker runs always see an empty /proc."""
     own = ("--proc", "/proc")
     bwrap = shutil.which("bwrap") or "bwrap"
     tried = subprocess.run(

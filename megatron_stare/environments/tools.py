@@ -158,8 +158,8 @@ class ToolKind:
 
 
 class Tools(Environment):
-    """Environment in which the policy calls tools. The response ends with the first turn without a
-    call.
+    """Environment in which the policy calls tools. The response ends after the first turn that
+    contains no call of a tool.
 
     Settings:
         tools: list of tools. Each tool is code_interpreter, search, or the path of a function that
@@ -173,12 +173,13 @@ class Tools(Environment):
         turn_tokens: largest number of tokens of a turn; null: the tokens that remain for the
             response.
         earlier_thinking: what to do if the chat template omits the thinking from earlier turns.
-            keep: keep the sampled thinking in the context. branch: begin a branch whose context is
-            the history as the template renders it. The next turn is sampled and trained with the
-            branch's context. refuse: raise an error.
-        call_seconds: time limit of a call. A call that exceeds the limit is answered with an error,
-            but a function that runs in a thread goes on running.
-        seconds: time limit of all calls of a response together. When the time is used up, each
+            keep: keep the sampled thinking in the context. branch: begin a branch, whose context is
+            the history in the form in which the template renders it. The next turn is sampled and
+            trained with the branch's context. refuse: raise an error.
+        call_seconds: time limit of a call. If a call exceeds the limit, the policy gets an error as
+            the answer. If the tool's function is not async, the function runs on in its thread even
+            after the limit.
+        seconds: limit of the total time of all calls of a response. When the time is used up, each
             further call is answered with an error.
         answer_characters: largest number of characters of an answer. A longer answer is truncated.
         sandbox: sandbox in which `code_interpreter` runs, one of bubblewrap, remote and monty.
@@ -464,7 +465,8 @@ def _error(text: str) -> Answer:
 
 
 def _checker(function: Callable[..., Any]) -> Callable[..., None]:
-    """Returns a function that checks arguments as `function` would, without running `function`."""
+    """Returns a function that checks whether `function` accepts the given arguments, but does not
+    run `function`."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -534,9 +536,9 @@ def _read_tool(extension: Extension) -> ToolKind:
 
 
 def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns the name and the schema of a tool, as the policy sees them. The schema is the
-    function's attribute `schema`; without this attribute, it is derived from the function's types
-    and docstring."""
+    """Returns the name and the schema of a tool, as the policy sees them. If the function has an
+    attribute `schema`, returns this schema. Otherwise, derives the schema from the function's type
+    annotations and docstring."""
     if (own := getattr(function, "schema", None)) is not None:
         return str(own["function"]["name"]), own
 

@@ -1,4 +1,4 @@
-"""Runs environments of the library `verifiers` unchanged, and trains on their episodes.
+"""Runs unmodified environments of the library `verifiers`, and trains on their episodes.
 
 When the library plays an episode, its client sends requests for tokens to an inference server. This
 module runs the inference server inside the driver and answers each request with tokens from
@@ -211,8 +211,8 @@ def opened(taskset: str, settings: str) -> Library:
 
 
 def opened_by(config: Config) -> Library:
-    """Returns the library's environment that a configuration names. Raises ConfigError if
-    `rollout.environment` is not an environment of the library."""
+    """Returns the environment of the library `verifiers` that a configuration names. Raises
+    ConfigError if `rollout.environment` is not an environment of the library."""
     kind, settings = find_environment(config.rollout.environment)
     if not issubclass(kind, Verifiers):
         raise ConfigError(
@@ -229,9 +229,10 @@ def _text_of(settings: Mapping[str, Any] | None) -> str:
 
 
 def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
-    """Builds an environment of the library. An agent without a configured runtime runs on this
-    machine. An agent without a harness of its own uses the taskset's harness. If the taskset has no
-    harness either, the agent uses ChatHarness, which only converses and calls tools."""
+    """Builds an environment of the library `verifiers`. An agent without a configured runtime runs
+    on this machine. An agent without a harness of its own uses the taskset's harness. If the
+    taskset has no harness either, the agent uses ChatHarness, which only converses and calls
+    tools."""
     try:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils import loaders
@@ -310,8 +311,8 @@ class Episode:
         self._asking: set[asyncio.Task[Any]] = set()
 
     async def turn(self, context: Sequence[int], most: int | None, trained: bool) -> Turn | None:
-        """Samples a turn after `context`. Returns None if the response has no room for another
-        turn or has failed.
+        """Samples a turn after `context`. Returns None if sampling the response has failed, or if
+        the response has no room for another turn.
 
         Args:
             most: token limit of the turn; None: the tokens that remain for the response.
@@ -398,8 +399,8 @@ class Episode:
 
 
 class _Session(NamedTuple):
-    """Connects one trace of the library with the episode of this trace. In each request, the
-    trace's agent names the session in a header."""
+    """Connects a trace of the library `verifiers` with the episode to which the trace belongs. Each
+    request for tokens names its session in a header."""
 
     episode: Episode
     trained: bool
@@ -513,8 +514,8 @@ async def _served(
     ready: concurrent.futures.Future[Any],
     stop: asyncio.Event,
 ) -> None:
-    """Runs the servers until `stop` is set. When all servers have started, sets the result of the
-    future `ready` to the `ModelContext` that all episodes use."""
+    """Runs the servers until `stop` is set. When all servers have started, stores the
+    `ModelContext` that all episodes use as the result of the future `ready`."""
     from aiohttp import web
     from verifiers.v1 import ModelContext, TrainClientConfig
 

@@ -1,8 +1,8 @@
 """Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes a
 confidence interval for the mean of results over problems. All functions are pure.
 
-Each estimate averages over all subsets of the n responses that contain k responses. The estimates
-are therefore unbiased for k new responses, and do not depend on the order of the responses. Several
+Each estimate is an average over all ways to choose k of the n responses. The estimates are
+therefore unbiased for k new responses, and do not depend on the order of the responses. Several
 prompts can contain the same problem, so the variance of a mean is computed from differences between
 problems, not between prompts. docs/evaluation.md defines the estimates in words.
 """
@@ -42,9 +42,9 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     answer j. The expected result is the sum of r_j P E[1 / (1 + T)] over all answers j and all
     counts a = 1..k. P is the probability that answer j is drawn exactly a times and no answer is
     drawn more often. T is the number of other answers that are also drawn exactly a times. E[...]
-    is the expectation under the same condition: answer j is drawn a times and no answer more often.
-    A response without an answer has no vote. If none of the k responses has an answer, the result
-    is 0.
+    is the expectation under the same condition: answer j is drawn exactly a times, and no answer is
+    drawn more often. A response without an answer has no vote. If none of the k responses has an
+    answer, the result is 0.
 
     Args:
         classes: the pair (c_j, r_j) for every answer j, where r_j in [0, 1] is the result of the
@@ -82,7 +82,7 @@ def _not_beaten(
 ) -> float:
     """Sums weights over all ways to draw k - a responses from `others` and `silent`. Each way draws
     at most `a` responses from each class in `others`. The weight of each way is divided by 1 + T,
-    where T is the number of classes from which the way draws exactly `a` responses.
+    where T is the number of classes in `others` from which exactly `a` responses are drawn.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
@@ -104,7 +104,8 @@ def _not_beaten(
 
 
 def _binomial(n: int, p: float) -> NDArray[np.float64]:
-    """Returns the [n + 1] probabilities of 0..n successes in n trials; 0 < p < 1."""
+    """Returns the probabilities of 0, 1, ..., n successes in n trials, as [n + 1]. The probability
+    `p` of a success must be above 0 and below 1."""
     log_n = math.lgamma(n + 1)
     logs = [
         log_n
@@ -128,19 +129,19 @@ def wilson_interval(
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     In the formula, m = 1 + p (1 - p) / v, and v is the variance of the mean from
-    `mean_of_problems`. The 1 in m corrects a bias: on average, p (1 - p) is smaller by v than the
-    same product for the true mean. If all results are 0 or 1 and every prompt has a problem of its
-    own, m equals N, and the interval is exactly Wilson's.
+    `mean_of_problems`. The summand 1 in m corrects a bias of p (1 - p): on average, p (1 - p)
+    equals μ (1 - μ) - v, where μ is the true mean. If all results are 0 or 1 and every prompt has a
+    problem of its own, m equals N, and the interval is exactly Wilson's.
 
     A share of right responses varies less than a result that is 0 or 1. If the results are shares
-    of right responses, m is therefore larger than the effective number of problems, G. The
-    difference m - G is an estimate, which is unreliable for few problems and for a mean near 0 or
-    1. Near 0 or 1, m - G depends only on the few results other than 0 and 1. If m is larger than G,
-    the interval therefore uses G + min(w, (z/t)²) (m - G) in place of m. The weight w is min(1, G
+    of right responses, m is therefore larger than the effective number of problems, G. The estimate
+    of the difference m - G is unreliable for few problems, and for a mean near 0 or 1, where the
+    difference depends only on the few results other than 0 and 1. If m is larger than G, the
+    interval therefore uses G + min(w, (z/t)²) (m - G) in place of m. The weight w is min(1, G
     min(p, 1 - p)/5), because a normal approximation needs five right and five wrong results. The
-    number t is the quantile of Student's distribution with G - 1 degrees of freedom. If all results
-    are equal, m is set to G. tests/evaluation/test_coverage.py simulates how often the interval
-    contains the true mean.
+    number t is the (1 + level)/2 quantile of Student's distribution with G - 1 degrees of freedom.
+    If all results are equal, m is set to G. tests/evaluation/test_coverage.py simulates how often
+    the interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.
@@ -206,9 +207,9 @@ def student_quantile(level: float, degrees: float) -> float:
     """Returns the number t for which |T| <= t with probability `level`, if T has Student's
     distribution with `degrees` degrees of freedom.
 
-    With t = √ν tan θ, the probability is c ∫_0^θ cos^(ν-1), where c = 2 Γ((ν + 1)/2) / (√π Γ(ν/2)).
-    The probability is a concave function of θ, so Newton's method that starts at θ = 0 never
-    overshoots.
+    With t = √ν tan θ, the probability of |T| <= t is c ∫_0^θ cos^(ν-1), where c = 2 Γ((ν + 1)/2) /
+    (√π Γ(ν/2)). The probability is a concave function of θ, so Newton's method never overshoots if
+    it starts at θ = 0.
 
     Args:
         level: in (0, 1); 0.95 for an interval of 95 %.

@@ -1,4 +1,5 @@
-"""Evaluates a task's held-out problems, both during training and for `megatron-stare eval`.
+"""Evaluates the policy on a task's held-out problems, both during training and for `megatron-stare
+eval`.
 
 Every evaluation uses the same problems and the same sampling noise, whatever the seed of the run.
 The results of two evaluations can therefore be compared problem by problem. The record of an
@@ -51,11 +52,12 @@ def evaluate(
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Evaluated:
     """Runs one evaluation. If the verifier fails on a response, the response counts as wrong, and
-    `failures` increases by one.
+    the record's entry `failures` counts this response.
 
     The record's entry `correct` contains the share of right responses to every prompt (avg@k). The
     record's entry `pass1` is the mean of `correct` and estimates pass@1, whatever the number of
-    samples. evaluation/results.py computes pass@k, maj@k and the record's remaining figures.
+    samples. The module evaluation/results.py computes pass@k, maj@k and all further figures of the
+    record.
 
     Args:
         judged: the task's verifier, used to find answers that are the same.

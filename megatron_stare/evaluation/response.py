@@ -3,8 +3,8 @@ same answer.
 
 A `Response` is a trajectory without its tokens. Two answers count as the same if their normal forms
 are equal, or if the verifier accepts the later answer when the earlier answer is the reference.
-Answers are compared in the order of their sample indices, so the classes do not depend on which
-response finished first. The earliest answer of a class represents the class.
+Answers are compared in the order of the responses' sample indices, so the classes do not depend on
+which response finished first. The earliest answer of a class represents the class.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def answer_classes(problems: Sequence[Sequence[Response]], judged: Judged) -> li
 
 
 def _firsts(responses: Sequence[Response]) -> dict[str, Response]:
-    """Maps every answer to the first response that gives this answer."""
+    """Returns a dict from each answer to the first response that gives this answer."""
     found: dict[str, Response] = {}
     for response in responses:
         if response.answer:

@@ -50,8 +50,8 @@ class Answered:
     @property
     def votes(self) -> list[tuple[int, float]]:
         """Returns a pair for every answer class, in the order in which the classes first appear.
-        The pair contains the number of responses in the class and the share of right responses in
-        the class."""
+        Each pair contains the number of responses in the class, and the share of these responses
+        that are right."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each
@@ -70,7 +70,8 @@ class Answered:
 
 
 def default_ks(samples: int) -> tuple[int, ...]:
-    """Returns the default values of k: all powers of two up to `samples`, and `samples` itself."""
+    """Returns the default values of k for pass@k and maj@k: all powers of two up to `samples`, and
+    `samples` itself."""
     powers = (2**power for power in range(samples.bit_length()))
     return tuple(dict.fromkeys([*powers, samples]))
 

@@ -1,5 +1,5 @@
-"""The black box is a process beside a run that records where the run hangs. A hang of the run
-cannot stop the black box.
+"""The black box is a separate process, which records where a run hangs. A hang of the run cannot
+stop the black box.
 
 Only the driver and its workers import `driver_side.py`, which imports torch. No other module of
 this package imports torch, and no module of this package imports Ray. Without torch and Ray, the

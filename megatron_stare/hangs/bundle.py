@@ -1,7 +1,7 @@
 """Reports a run that hangs. A report consists of one screen of text and the bundle, which is a
-folder with all facts.
+folder with all facts about the hang.
 
-The bundle is in the run directory if the run directory is writable.
+The bundle is written to the run directory, if this directory is writable.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ def _cut(line: str) -> str:
 
 
 def place(run_dir: Path, beat: Beat) -> Path:
-    """Returns the folder for the bundle of a phase that hangs."""
+    """Returns the path of the bundle's folder for a hang in the phase of the heartbeat `beat`."""
     return run_dir / FOLDER / f"step_{beat.step:06d}_{beat.phase.replace(' ', '_')}"
 
 
 def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
-    """Writes the bundle and returns its folder. The folder is `wanted`, with a number appended if
-    `wanted` exists. If the run directory cannot be written, the bundle stays in a temporary folder
-    on this node.
+    """Writes the bundle and returns its folder. The folder is `wanted`. If `wanted` already exists,
+    a number is appended to the folder's name. If the run directory cannot be written, the bundle
+    stays in a temporary folder on this node.
 
     Args:
         shown: text of the screen.

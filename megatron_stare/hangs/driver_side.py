@@ -1,4 +1,5 @@
-"""Starts and stops the watcher of a run or of `eval`, and writes the driver's beats.
+"""Starts and stops the watcher of a run or of `eval`, and writes the driver's heartbeats, called
+beats.
 
 The beats contain the progress that a run reports to its sinks, and the time limit of the current
 phase. Environment variables tell the workers where to write their beats.
@@ -66,8 +67,8 @@ class _Phase:
 
 
 class DriverBeats(Sink):
-    """Sink that writes the driver's beats. The monitor calls `DriverBeats` like any other sink. The
-    session also calls `DriverBeats` when a step or the run's last phase begins.
+    """Sink that writes the driver's beats (heartbeats). The monitor calls `DriverBeats` like any
+    other sink. The session also calls `DriverBeats` when a step or the run's last phase begins.
 
     Args:
         folder: folder of this node's beats.
@@ -145,8 +146,8 @@ class DriverBeats(Sink):
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """Records the time between two phases. The time before the first step is not recorded,
-        because the weights are loaded during that time."""
+        """When no phase is open, records the time since the end of the last phase. The time before
+        the first step is not recorded, because the weights are loaded during that time."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 
@@ -272,8 +273,8 @@ def carried(host: str) -> dict[str, str]:
 
 def beats_here(role: str, node: str) -> CallBeats:
     """Returns the object that writes the beats of a worker. Environment variables of the worker
-    show whether a watcher runs. In a joined Ray cluster, also starts the watcher's agent on the
-    worker's node if the node has no agent.
+    show whether a watcher runs. If the run has joined an existing Ray cluster, also starts the
+    watcher's agent on the worker's node, unless the node already has an agent.
 
     Args:
         node: Ray's id of the node.
@@ -317,7 +318,7 @@ class Watched:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Marks the phase `name` as current while the context is open."""
+        """While the context is open, reports that the process is in the phase `name`."""
         if self._box is None:
             yield
             return

@@ -158,8 +158,8 @@ def flight_environment(folder: Path) -> dict[str, str]:
 
 
 def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
-    """Makes the ranks of this node dump the records of NCCL's flight recorder. Returns the dumps by
-    file name, and a text that describes them."""
+    """Makes the ranks of this node dump the records of NCCL's flight recorder. Returns the contents
+    of the dumps by file name, and a text that says how many ranks have written a dump."""
     pipes = sorted(folder.glob(f"{PIPES}*.pipe"))
     if not pipes:
         return {}, "NCCL's flight recorder: no rank here has one (their collectives are gloo's)"
@@ -186,8 +186,8 @@ def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
 def look(
     folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: str = ""
 ) -> list[dict[str, Any]]:
-    """Examines the run's processes on this node and returns them as ProcessFacts in JSON. Takes at
-    most LIMIT_S.
+    """Examines the run's processes on this node, and returns the ProcessFacts of each process as a
+    JSON object. Takes at most LIMIT_S.
 
     Args:
         folder: folder of this node's beats.
@@ -226,8 +226,8 @@ def look(
 
 
 def here() -> str:
-    """Returns the name of this host. In facts about processes on the driver's node, the host's name
-    identifies the node."""
+    """Returns the name of this host. If a process runs on the driver's node, its ProcessFacts name
+    the node by this host name."""
     return socket.gethostname()
 
 

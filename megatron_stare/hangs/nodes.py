@@ -107,8 +107,8 @@ class Nodes:
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts, and returns at once a function that collects the answers.
         The returned function stops waiting for answers ANSWER_S seconds after the call of `ask`.
-        The returned function returns the answers, and a reason for each node that did not
-        answer."""
+        The returned function returns the answers of the nodes, and for each node that did not
+        answer, the reason."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)

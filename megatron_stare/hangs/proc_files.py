@@ -3,8 +3,9 @@ never block the reader, whatever the state of the process.
 
 Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. To read one
 of the three exceptions, the kernel takes the lock of the process's memory. A page fault that waits
-for a dead file system may hold the lock of a process's memory. Therefore call `command`,
-`pss_bytes` and `stuck_at` only from a thread that can be abandoned.
+for a dead file system may hold the lock of a process's memory. The functions `command`, `pss_bytes`
+and `stuck_at` read these three files, and can therefore block forever. Call these three functions
+only on a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def everything() -> dict[int, Status]:
 
 
 def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
-    """Returns the pids of all `roots` that exist and of all their descendants."""
+    """Returns the pids of those `roots` that exist, and the pids of all their descendants."""
     children: dict[int, list[int]] = {}
     for each in processes.values():
         children.setdefault(each.parent, []).append(each.pid)

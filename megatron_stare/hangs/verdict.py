@@ -1,10 +1,11 @@
 """Decides by rules which processes block a run, and which processes wait for them. `verdict` is a
 pure function of the facts.
 
-The most certain rules come first, and the first rule that applies decides. The first rules blame a
-process that is stopped, has ended, or waits for a file. The next rules blame a node or a server
-that does not answer. A further rule blames a rank that is missing from a collective in which other
-ranks wait. The last rule blames a verifier, an engine, a rank or the driver.
+The rules are ordered by certainty, beginning with the most certain rule. The first rule that
+applies gives the verdict. The first rules blame a process that is stopped, has ended, or waits for
+a file. The next rules blame a node or a server that does not answer. A further rule blames a rank
+that is missing from a collective in which other ranks wait. The last rule blames a verifier, an
+engine, a rank or the driver.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ def _collective(facts: Facts) -> Verdict | None:
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """Blames a verifier, an engine or a rank that is at work. If no verifier, engine or rank is at
-    work, blames the driver, because all other processes are idle and wait for the driver."""
+    """Blames a verifier, an engine or a rank that is at work. If all verifiers, engines and ranks
+    are idle, they wait for the driver, and this rule blames the driver."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
@@ -205,8 +206,8 @@ def collective(process: ProcessFacts) -> str | None:
 
 
 def main_frames(process: ProcessFacts) -> Sequence[Frame]:
-    """Returns the stack frames of the thread that executes the call that the process is handling.
-    The innermost frame comes first."""
+    """Returns the stack frames of the thread that executes the process's current call. The
+    innermost frame comes first."""
     threads = [thread for thread in process.threads if thread.frames]
     if not threads:
         return ()
@@ -248,9 +249,9 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
     """Returns the beginning of a sentence, such as `ranks 0, 2 wait in all_reduce for `. The
-    returned text ends with the word `for` and a space. The subject of the sentence is the ranks
-    that wait in a collective. If no rank waits in a collective, the subject is the driver. If the
-    driver itself is a culprit, the subject is `all`."""
+    returned text ends with the word `for` and a space. If ranks wait in a collective, the text
+    names these ranks. If no rank waits in a collective, the text begins with `the driver`, or with
+    `all` if the driver itself blocks the run."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)
@@ -275,8 +276,8 @@ def _met(inside: dict[str, str]) -> str:
 
 
 def _named(processes: Sequence[ProcessFacts]) -> str:
-    """Returns the names of processes as part of a sentence, such as `ranks 0, 2`. For a process of
-    Ray on a node named `a`, an example is `Ray's raylet on a (pid 7)`."""
+    """Returns the names of processes for use in a sentence, such as `ranks 0, 2`. The name of a
+    process of Ray contains the name of its node: `Ray's raylet on NODE (pid 7)`."""
     return " and ".join(_names(processes))
 
 

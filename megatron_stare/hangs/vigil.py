@@ -1,5 +1,5 @@
-"""Decides whether a run hangs. Compares the progress in the driver's beats with the limits of the
-phases.
+"""Decides whether a run hangs. Compares the time without progress in the driver's heartbeats with
+the time limit of the current phase.
 
 While other programs use the CPUs, the run's processes may wait for a CPU. Time in which the run's
 processes wait for a CPU does not count towards a phase's limit. Ray starts workers with low
@@ -41,8 +41,9 @@ class Vigil:
     starved_s: float = 0.0  # seconds since then that the run waited for a CPU
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Returns True if the run has made no progress for half of the phase's limit. After half of
-        the limit has passed without progress, the caller must measure CPU starvation."""
+        """Returns True if the run has made no progress for more than half of the phase's time
+        limit. While `near` returns True, the caller must measure how long the run's processes wait
+        for a CPU."""
         return (
             beat.limit_s is not None
             and beat.moved == self._moved
@@ -50,8 +51,8 @@ class Vigil:
         )
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
-        """Returns True if the run hangs. Returns True at most once for each phase and at most MOST
-        times in all.
+        """Returns True if the run hangs. Reports at most one hang for each phase, and at most MOST
+        hangs in total.
 
         Args:
             now: current time in seconds, on the same clock as `beat.moved`.
@@ -78,7 +79,7 @@ class Vigil:
 
 
 class Starvation:
-    """Measures CPU starvation between successive calls of `since`."""
+    """Measures how long processes wait for a CPU between two calls of `since`."""
 
     def __init__(self) -> None:
         self._waited: dict[int, dict[int, float]] = {}  # by process, then thread

@@ -3,11 +3,11 @@ watcher is `python -m megatron_stare.hangs.watcher FOLDER`.
 
 The driver starts the watcher (`driver_side.py`). The watcher ends when its standard input closes.
 The kernel closes the watcher's standard input even if the driver is killed. The watcher reads the
-driver's beats and copies them into the run directory. When a phase exceeds its limit, the watcher
-collects the facts of all processes and writes the bundle. The watcher also prints one screen of
-text that says which process waits for which. The watcher imports neither torch nor Ray. The watcher
-sends no requests to the processes that the run started. Calls that may wait for a file system run
-only on threads that the watcher can abandon.
+driver's heartbeats (beats) and copies them into the run directory. When a phase exceeds its time
+limit, the watcher collects facts about all processes of the run, and writes them into a folder, the
+bundle. The watcher also prints one screen of text that says which process waits for which. The
+watcher imports neither torch nor Ray. The watcher sends no requests to the processes that the run
+started. Calls that may wait for a file system run only on threads that the watcher can abandon.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills the processes that block the run. If the run still hangs, sends SIGTERM to the
-        driver, and finally SIGKILL.
+        """Kills the processes that block the run. If the run still hangs afterwards, sends SIGTERM
+        to the driver. If the run still hangs after SIGTERM, sends SIGKILL to the driver.
 
         A supervised driver gets only SIGKILL, because the supervisor does not restart a driver that
         SIGTERM has ended.
@@ -242,8 +242,8 @@ class Watcher:
 
 
 class _Copier:
-    """Writes beats into the run directory on a separate thread. While the file system stalls, only
-    the newest beat waits to be written."""
+    """Writes the driver's heartbeats into the run directory, on a separate thread. If the file
+    system stalls, newer heartbeats replace older ones that are not written yet."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._next = file, threading.Event()
@@ -259,7 +259,7 @@ class _Copier:
         self._next.set()
 
     def last(self) -> None:
-        """Waits at most one second until the newest beat is written."""
+        """Waits until the newest heartbeat is written, but at most one second."""
         self._idle.wait(1.0)
 
     def _run(self) -> None:
@@ -276,8 +276,8 @@ class _Copier:
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Checks whether a server sends any answer. A request for an API key or a reply in another
-    protocol also counts as an answer."""
+    """Checks whether a server answers at all. An answer that demands an API key, or an answer in
+    another protocol, also counts."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)
@@ -331,7 +331,7 @@ def _left(call: Callable[[], None], limit_s: float) -> None:
 
 
 def main(folder: str) -> None:
-    """Watches the run whose beats are in `folder`."""
+    """Watches the run whose heartbeats are in `folder`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # ignore signals of a terminal or scheduler: this process ends with the run
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The only package that imports megatron.core. This package contains the layout, the model, the
+"""Contains all code that imports megatron.core, except select/slime.py: the layout, the model, the
 optimizer, the passes over a batch, and the checkpoints."""
 
 from megatron_stare.process.silence_upstreams import quiet_upstreams

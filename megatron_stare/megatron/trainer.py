@@ -110,7 +110,7 @@ class StepProfile:
 
 class Trainer:
     """A rank of the Megatron trainer. Raises UserError if this rank's device does not support the
-    configuration, or the ranks cannot connect."""
+    configuration, or if this rank cannot connect to the other ranks."""
 
     def __init__(self, run: ResolvedRun, rank: int, init_method: str) -> None:
         config, shape = run.config, run.shape
@@ -176,8 +176,9 @@ class Trainer:
         self._export: HfExport | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
-        """Chooses the mode of the output head by the memory that model and optimizer leave free,
-        unless `model.head` names a mode.
+        """Chooses the mode of the output head. If the setting `model.head` is `auto`, the choice
+        depends on the memory that model and optimizer leave free. Otherwise, `model.head` names the
+        mode.
 
         The mode is chosen only once and is the same on all ranks, because the log-prob pass and the
         training pass must use the same mode.
@@ -201,7 +202,7 @@ class Trainer:
 
     @property
     def step(self) -> Step:
-        """The training step on the rollout batch of the last log-prob pass."""
+        """The Step object for the rollout batch on which the last log-prob pass ran."""
         if self._step is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         return self._step
@@ -309,8 +310,8 @@ class Trainer:
         trainer: Tensor | None,
         versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Compares every engine's log-probs [N] with the trainer's log-probs. Returns one
-        difference per engine on the reporting rank, and None on other ranks."""
+        """Compares every engine's log-probs [N] with the trainer's log-probs. Returns a list with
+        one difference per engine on the reporting rank, and None on other ranks."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -520,9 +521,9 @@ class Trainer:
 
     @property
     def _moving_reference(self) -> list[nn.Module]:
-        """The reference policy's model chunks if the configuration refreshes the reference policy,
-        else an empty list. A reference policy that is refreshed must be part of every
-        checkpoint."""
+        """The reference policy's model chunks, if the configuration refreshes the reference policy.
+        If not, an empty list. If the reference policy is refreshed, every checkpoint must contain
+        the reference policy."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []

@@ -214,6 +214,6 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
 
 
 def cost_of(shape: ModelShape) -> Callable[[int], float]:
-    """Returns a function that maps a sequence's length to the work for this sequence, both in
-    tokens; see ModelFamily.cost."""
+    """Returns a function that computes the work for a sequence from the sequence's length. Work and
+    length are in units of tokens; see ModelFamily.cost."""
     return partial(family_of(shape).cost, shape)

@@ -167,8 +167,8 @@ class ModelFamily:
         return (out,) if into is None or kind == "bias" else (out, into)
 
     def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
-        """Returns sizes by module name: [out, in] for every kind of matrix, and [out] for every
-        norm whose width is not the hidden size."""
+        """Returns the sizes of modules, keyed by module name: (out, in) for every kind of matrix,
+        and (width, None) for every norm whose width is not the hidden size."""
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return {
             "embed_tokens": (shape.vocab_size, shape.hidden),
@@ -236,7 +236,7 @@ class ModelFamily:
     @property
     def vocabulary(self) -> frozenset[str]:
         """Names of the Hugging Face tensors with one row per vocabulary entry. Engines and Megatron
-        pad the rows of the vocabulary."""
+        append rows of padding to these tensors."""
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
@@ -251,9 +251,9 @@ class ModelFamily:
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
-    """Raises DataError if config.json describes two different rotary embeddings. If the two keys
-    describe different embeddings, transformers and servers would use the older key, rope_scaling,
-    and ignore the base in the newer key, rope_parameters."""
+    """Raises DataError if config.json describes two different rotary embeddings. If the keys
+    rope_scaling and rope_parameters describe different embeddings, transformers and servers would
+    use rope_scaling, the older key, and ignore the base in rope_parameters."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return

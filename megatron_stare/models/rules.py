@@ -46,13 +46,14 @@ class Rule:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the Hugging Face tensors that contain the parts, one name for each part, in the
-        order of the parts. A fused tensor's name is repeated for each of the fused parts."""
+        """Names of the Hugging Face tensors that contain the parts of the Megatron parameter, such
+        as q, k and v. There is one name for each part. The name of a fused tensor is repeated for
+        each of its parts."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns for each part the rows [start, stop) of the part's source tensor that contain the
-        part.
+        """Returns for each part of the Megatron parameter which rows [start, stop) of a Hugging
+        Face tensor contain the part. The property `sources` names this tensor.
 
         Args:
             rows: number of rows of each tensor in hf, or of each part.
@@ -191,7 +192,7 @@ def _size(part: Tensor) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows [start, stop) of a tensor, read only on demand."""
+    """Rows [start, stop) of a tensor. `share` reads only the rows that it returns."""
 
     tensor: Tensor
     start: int

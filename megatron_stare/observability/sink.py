@@ -38,7 +38,7 @@ class Alert:
     """A problem that the user should look into.
 
     `name`: the problem, in words that do not depend on the measured values.
-    `text`: the measurement at the last step with the problem.
+    `text`: the measured values at the last step with the problem, as a sentence.
     `metric`, `value`: the metric that shows the problem most directly, and the metric's value at
         the last step with the problem. If no single metric shows the problem, `metric` is "" and
         `value` is NaN.
@@ -65,7 +65,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class RunOutline:
-    """Identifies a run. `dir` is the run directory, `config` the resolved configuration."""
+    """Identifies a run. `dir` is the run directory, and `config` is the resolved configuration."""
 
     dir: Path
     config: Config
@@ -78,20 +78,20 @@ class Sink:
     not open any file or connection. A sink opens its files and connections in `start` or `resume`.
     A sink's settings are the keyword-only parameters of the sink's constructor. All calls come from
     the driver's thread. An error in `start` or `resume` ends the run before training begins. An
-    error in any other call is reported once, and the run continues. Even after an error, later
-    calls are still made, because a full disk or a lost network may recover. If the sink is
-    `essential`, an error in any call ends the run.
+    error in any other call is reported once, and the run continues. Even after an error, the sink
+    receives later calls, because the cause, such as a full disk or a lost network connection, may
+    be gone by then. If the sink is `essential`, an error in any call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
 
     def start(self, run: RunOutline) -> None:
-        """Begins a new run."""
+        """Opens the sink for a new run."""
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """Begins a run that resumes after `step`. For a resumed run, `resume` is called instead of
-        `start`. The sink must drop all records of steps and evaluations after `step`, because the
-        run repeats them.
+        """Opens the sink for a run that resumes after step `step`. A resumed run calls `resume`
+        instead of `start`. The sink must drop all records of steps and evaluations after `step`,
+        because the run repeats them.
 
         Args:
             step: last step that the run keeps; 0 if the run ended before its first checkpoint.
@@ -116,22 +116,23 @@ class Sink:
         """Receives a remark for the user."""
 
     def begin_phase(self, name: str) -> None:
-        """Begins a phase: start, rollout, log_probs, update, sync, eval or checkpoint. Phases may
-        be nested."""
+        """Receives the beginning of a phase: start, rollout, log_probs, update, sync, eval or
+        checkpoint. Phases may be nested."""
 
     def end_phase(self, name: str) -> None:
-        """Ends the innermost phase, even if the phase failed."""
+        """Receives the end of the innermost phase. Is also called if the phase failed."""
 
     def progress(self, done: int, total: int) -> None:
         """Receives how many responses of the current phase are finished, and how many responses the
         phase needs."""
 
     def finish(self, run: RunOutline) -> None:
-        """Ends a run that has made all its steps. If a run has already finished when it is started
-        with `--resume`, the sink receives only the call `finish`."""
+        """Is called when the run has made all its steps. If a finished run is started again with
+        `--resume`, the sink receives no other call than `finish`."""
 
     def close(self) -> None:
-        """Closes the sink at the end of every run, even after an error or a failed `start`."""
+        """Closes the sink. Is called at the end of every run, even after an error or a failed
+        `start`."""
 
 
 def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:

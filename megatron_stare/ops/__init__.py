@@ -1,4 +1,4 @@
-"""Operators over sharded tensors and ranks, and the planning of micro-batches."""
+"""Computes on tensors that are sharded over ranks, and plans micro-batches."""
 
 from megatron_stare.process.vector_maths import settle
 

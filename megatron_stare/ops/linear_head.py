@@ -6,16 +6,18 @@ entropies.
                          gradient.
     gradient_in_forward  computes the logits chunk by chunk. Forward also computes a chunk's
                          gradients, before the next chunk overwrites the chunk's logits. These
-                         gradients use the slope of a loss that is local to each token.
+                         gradients are right only if no token's loss depends on other tokens.
     recompute            computes the logits chunk by chunk. Backward computes every chunk's logits
                          again.
 
-'materialised' holds all [n, V] logits in memory. The two chunked modes hold the logits of one chunk
-at a time. The modes 'materialised' and 'gradient_in_forward' need 3 matrix products, and the mode
-'recompute' needs 4. Each matrix product takes n * H * V multiplications. In the chunked modes, the
-gradient of the output layer's weight is summed over the chunks in float32. The gradient with
-respect to the hidden states covers only this rank's vocabulary columns. The module
-megatron/model/head.py sums the hidden states' gradient over the ranks of the tensor-parallel group.
+The mode 'materialised' keeps all [n, V] logits in memory. The two chunked modes,
+'gradient_in_forward' and 'recompute', keep the logits of only one chunk at a time. Forward and
+backward together need 3 matrix products in the modes 'materialised' and 'gradient_in_forward', and
+4 in the mode 'recompute'. Each matrix product takes n * H * V multiplications. In the chunked
+modes, the gradient of the output layer's weight is summed over the chunks in float32. This module
+computes the gradient with respect to the hidden states only from this rank's vocabulary columns.
+The module megatron/model/head.py sums the hidden states' gradient over the ranks of the
+tensor-parallel group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -51,9 +53,9 @@ _SAME = 1e-3
 class LinearHead:
     """Output layer that computes log-probs and entropies in the given `mode`.
 
-    `chunk`: number of rows whose logits the chunked modes hold at a time. The chunk size sets the
-        shapes of matrix products. Two passes therefore give bit-identical results only with the
-        same chunk size.
+    `chunk`: number of rows whose logits the chunked modes hold at a time. The chunk size determines
+        the shapes of the matrix products and thereby their rounding. Two passes therefore give
+        bit-identical results only with the same chunk size.
     """
 
     problem: Problem
@@ -87,15 +89,16 @@ class LinearHead:
         weight_gradient: Tensor | None = None,
         stand_in: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss, and the tensors that `loss_of` logs. The loss is differentiable with
-        respect to `hidden` and `weight`.
+        """Returns the loss, and the tensors that `loss_of` returns for the log. The loss is
+        differentiable with respect to `hidden` and `weight`.
 
         Args:
             loss_of: computes the loss from log-probs and entropies. `loss` calls `loss_of` once. In
                 the mode gradient_in_forward, `loss` also calls `loss_of` once per chunk, with 0 for
-                the log-probs and entropies of later chunks. Each such call provides only the slopes
-                of the chunk's own tokens. A token's slope must therefore not depend on other
-                tokens' log-probs or entropies.
+                the log-probs and entropies of later chunks. Each such call provides the slopes of
+                the chunk's own tokens: the derivatives of the loss with respect to these tokens'
+                log-probs and entropies. A token's slopes must therefore not depend on other tokens'
+                log-probs or entropies.
             weight_gradient: [V, H] float32 buffer to which the chunked modes add the weight's
                 gradient. The mode gradient_in_forward adds the gradient in forward. If the buffer
                 is given, autograd returns no gradient for the weight. If the buffer is None,
@@ -190,8 +193,9 @@ class LinearHead:
     def _slopes(
         self, log_prob: Tensor, entropy: Tensor, loss_of: Loss
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """Returns the loss, the tensors that `loss_of` logs, and the slopes [n] of the loss with
-        respect to the log-probs and the entropies."""
+        """Returns the loss, the tensors that `loss_of` returns for the log, and two tensors of
+        slopes [n]: the derivatives of the loss with respect to the log-probs and with respect to
+        the entropies."""
         log_prob = log_prob.clone().requires_grad_()
         entropy = entropy.clone().requires_grad_(self.problem.entropy_gradient)
         with torch.enable_grad():
@@ -224,8 +228,8 @@ class LinearHead:
 
 class _Attached(torch.autograd.Function):
     """Loss whose gradients were already computed in forward. If `of_weight` is None, forward has
-    added the weight's gradient to a buffer. Without `of_weight`, backward returns None or
-    uninitialised memory as the weight's gradient (see LinearHead.loss)."""
+    already added the weight's gradient to a buffer. Backward then returns, in place of the weight's
+    gradient, either None or uninitialised memory (see LinearHead.loss)."""
 
     @staticmethod
     def forward(
@@ -310,7 +314,8 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Adds the product logits^T hidden to total [V, H], in the precision of total."""
+    """Adds the matrix product of `logits`, transposed, and `hidden` to `total` [V, H]. The sum is
+    computed in the dtype of `total`."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
     elif logits.device.type == "cuda":
@@ -320,8 +325,9 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if a token's slope changed after the log-probs and entropies of later
-    chunks were computed. On a GPU, the error is raised at the next synchronisation."""
+    """Raises RuntimeError if a slope differs, by more than rounding, from the slope that was used
+    for the gradient, because the loss then couples tokens. On a GPU, the error is raised at the
+    next synchronisation."""
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
         message = (

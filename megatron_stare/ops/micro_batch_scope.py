@@ -1,6 +1,6 @@
-"""Computes statistics within each micro-batch of each rank. Published code computes selection
-thresholds within each micro-batch. The statistics of this module serve only for comparisons with
-published code.
+"""Computes a method's statistics separately for each micro-batch of each rank. Published code
+computes selection thresholds in this way. This module exists only for comparisons with published
+code.
 
 Thresholds, quantiles, counts, means, maxima and sums over tokens are computed from one micro-batch
 alone. Two kinds of statistics still cover the whole batch: the number of tokens by which the loss
@@ -40,7 +40,8 @@ DENOMINATOR = "tokens"  # see Method.requests
 def gather_by_micro_batch(
     asks: Sequence[Ask], group: ProcessGroup | None, micro_batch_group: ProcessGroup | None = None
 ) -> list[Statistics]:
-    """Returns the statistics of every micro-batch, as answers to a method's requests.
+    """Answers a method's requests for statistics separately for each micro-batch, and returns the
+    answers of every micro-batch.
 
     Args:
         asks: a method's function `requests`, bound to each micro-batch of this rank. All
@@ -78,14 +79,15 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """Returns a copy of `whole` for the log. In the copy, selections and quantiles of the whole
-    batch are replaced by a summary over the micro-batches.
+    """Returns a copy of `whole`, the statistics of the whole batch, for the log. In the copy, a
+    summary over the micro-batches replaces each selection threshold and each quantile of the whole
+    batch.
 
-    The numbers of selected tokens are summed over the micro-batches. Thresholds are averaged over
-    the micro-batches that have a threshold. An averaged threshold is only logged and never selects
-    tokens, so its field `key` is 0. `group` and `micro_batch_group` mean the same as in
-    `gather_by_micro_batch`. If ranks share micro-batches, only the first of these ranks
-    contributes.
+    The numbers of selected tokens are summed over the micro-batches. Thresholds and quantiles are
+    averaged over the micro-batches that have a value. An averaged threshold is only logged and
+    never selects tokens, so its field `key` is 0. `group` and `micro_batch_group` mean the same as
+    in `gather_by_micro_batch`. If several ranks hold tokens of the same micro-batches, only the
+    first of these ranks adds its values to the summary.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}
@@ -120,7 +122,8 @@ def _is_own(name: str, request: Request) -> bool:
 
 
 def _joined(requests: Sequence[Request]) -> Request:
-    """Returns one request over the positions of all `requests`."""
+    """Joins `requests` of the same kind into one request that covers the positions of all of
+    them."""
     rows = [f.name for f in fields(requests[0]) if f.name in ("x", "segment", "mask")]
     whole: dict[str, Any] = {name: torch.cat([getattr(r, name) for r in requests]) for name in rows}
     return replace(requests[0], **whole)

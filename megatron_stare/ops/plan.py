@@ -82,8 +82,9 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
 def plan_mini_batches(
     lengths: Sequence[int], groups: Sequence[int], rules: PlanRules
 ) -> MicroBatchPlan:
-    """Returns one plan for a rollout batch that is split into mini-batches for several optimizer
-    steps. No micro-batch mixes samples of two mini-batches.
+    """Returns one plan for a rollout batch with several optimizer steps. The batch is split into
+    mini-batches, one for each optimizer step. All samples of a micro-batch belong to the same
+    mini-batch.
 
     Args:
         lengths: number of tokens of every sample, including the prompt.
@@ -123,8 +124,8 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Fills packed micro-batches. Samples come longest first, and each sample goes into the first
-    micro-batch with enough room. The number of micro-batches is at most 11/9 of the smallest
-    possible number, plus 6/9."""
+    micro-batch with enough room. The number of micro-batches is at most 11/9 n + 6/9, if n is the
+    smallest possible number."""
     micro_batches: list[list[int]] = []
     # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}

@@ -1,13 +1,15 @@
 """Answers a method's requests for statistics of the whole batch, on one rank or over all ranks that
 share the batch.
 
-Methods (algorithms/) request statistics by name, and this executor answers the requests identically
-in every layout. A method therefore needs no distributed code of its own.
+Methods (algorithms/) request statistics, each under a name of the method's choice. This executor
+gives the same answers in every parallel layout. A method therefore needs no distributed code of its
+own.
 
-Thresholds are exact. Six rounds find the k-th largest 64-bit key over all ranks. Each round
-all-reduces a histogram over at most eleven bits of the keys. No keys are gathered or compacted, and
-the host reads no values. All keys differ, so there are no ties, and the same tokens are selected in
-every layout.
+Thresholds are exact. Each token has a unique 64-bit key. Six rounds find the k-th largest key over
+all ranks. Each round fixes at most eleven bits of this key, by means of a histogram that is
+all-reduced over the ranks. Keys are neither gathered from other ranks nor compacted into shorter
+lists, and the host never waits for the device. Because all keys differ, there are no ties, and the
+same tokens are selected in every layout.
 
 Shape legend: S selections that are answered together, N positions that this rank holds.
 """
@@ -69,8 +71,9 @@ def gather_statistics(
 
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
-    """Answers one round of requests. A round needs one all-reduce for all sums and counts, one for
-    all segment sums, one for all maxima, and six for all selections and quantiles together."""
+    """Answers one round of requests. A round needs one all-reduce for all sums and counts, one
+    all-reduce for all segment sums, one for all maxima, and six for all selections and
+    quantiles."""
     sums = _sums(requests, group)
     answers: Statistics = {}
     selects: dict[str, TopK | Quantile] = {}
@@ -236,8 +239,8 @@ def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
 def kth_largest(
     keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Returns one key for every selection s. The key is the k[s]-th largest of the selection's
-    masked keys over all ranks of `group`.
+    """Returns, for every selection s, the k[s]-th largest of the keys that the selection's mask
+    marks on all ranks of `group`.
 
     Args:
         keys: S tensors [N_s] int64, unique among the masked positions of all ranks.

@@ -1,5 +1,5 @@
-"""Implements ops/vocab_parallel.py for CPUs, in PyTorch over blocks of rows that stay in cache. No
-buffer has the size of the logits.
+"""Implements the operations of ops/vocab_parallel.py for CPUs, in PyTorch. The operations process
+blocks of rows that are small enough to stay in cache. No buffer is as large as the logits.
 
 Half a dozen elementwise operations run on each block. Only the first operation reads the block from
 memory; the other operations find the block in cache. Without blocks, every operation would read the

@@ -1,5 +1,5 @@
-"""Computes the log-prob of the target token and the entropy of the distribution. The vocabulary of
-the logits can be split over ranks.
+"""Computes, from the logits at a position, the log-prob of the target token and the entropy of the
+distribution. The vocabulary dimension of the logits can be split over ranks.
 
 One pass computes log-prob and entropy. The pass applies the temperature, masks padded vocabulary
 columns, accumulates in float32, and needs one collective of four numbers per token. In the
@@ -15,9 +15,10 @@ the same collective also provide q and u:
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
 
-A body is an implementation of the operations on the [N, V] logits. Each body has its own file:
-plain PyTorch in vocab_reference.py, PyTorch over blocks that stay in cache in vocab_chunked.py, and
-kernels that read every logit once in vocab_triton.py.
+The operations on the [N, V] logits have three implementations, which the parameter `body` selects.
+The implementation in vocab_reference.py is plain PyTorch. The implementation in vocab_chunked.py
+processes the logits in blocks that stay in cache. The implementation in vocab_triton.py consists of
+kernels that read every logit once.
 
 Shape legend: N tokens, V vocabulary columns of this rank, R ranks.
 """
@@ -65,7 +66,7 @@ def log_prob_and_entropy(
         second_moment: whether to return the sums of the entropy sensitivity too. These sums never
             carry a gradient.
         body: implementation to use. 'auto' uses the Triton kernels on GPUs that can run these
-            kernels, else the chunked body.
+            kernels, else the chunked implementation.
         overwrite_logits: whether backward overwrites the logits with their gradient. No later code
             may then need the logits. Backward increments autograd's version counter, so another
             backward that needs the logits raises an error. Other code that reads the logits gets
@@ -77,8 +78,8 @@ def log_prob_and_entropy(
         and sum p^2 ln p [N] over the vocabulary.
 
     Raises:
-        ValueError: backward would overwrite logits that are a leaf, or the body does not support
-            these logits.
+        ValueError: backward would overwrite logits that are a leaf, or the implementation does not
+            support these logits.
     """
     if overwrite_logits and logits.is_leaf and logits.requires_grad:
         raise ValueError("logits that are a leaf would be overwritten by their own gradient")
@@ -107,12 +108,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rows:
-    """Row values, [N] each, that backward needs in addition to the logits.
+    """Values that backward needs in addition to the logits. Each field is a tensor [N] with one
+    value per row.
 
-    `local`: int64 column of the target token on this rank, or -1 if another rank has the target's
-        column.
-    `m`: row maximum over all ranks, as in the formulas. The tensor has the dtype of the sums, and
-        this dtype represents m exactly.
+    `local`: int64 index of the target token's column among this rank's columns, or -1 if another
+        rank has this column.
+    `m`: row maximum over all ranks, as in the formulas. m is stored in the dtype of the logits'
+        sums, which represents it exactly.
     `s`, `entropy`: the values s and H of the formulas, over all ranks, in float64.
     """
 
@@ -234,13 +236,13 @@ def _runs_triton(logits: Tensor) -> bool:
 
 
 def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    """Combines the row sums [4 or 6, N] of all ranks: m, s, t and z_target, and also q and u if
-    given. One all-gather exchanges 16 or 24 bytes per token and rank. The returned m is 0 if the
-    maximum is not finite.
+    """Combines the results of all ranks. The results of a rank, `sums` [4 or 6, N], are m, s, t and
+    z_target of every row, and possibly q and u. One all-gather exchanges 16 or 24 bytes per token
+    and rank. The returned m is 0 for a row whose maximum is not finite.
 
-    The merge and all computations after the merge use float64. In float32, the rounding error of
-    the sums would be twice as large. The cost of float64 is small, because a merged tensor has only
-    N elements.
+    The combination and all later computations use float64. In float32, the sums would have twice
+    the rounding error. The cost of float64 is small, because each of these tensors has only one
+    element per row and rank.
     """
     group = problem.group
     if group is None or group.size() == 1:

@@ -1,5 +1,5 @@
-"""Implements ops/vocab_parallel.py in plain PyTorch over whole [N, V] tensors. Among all
-implementations, this module is the easiest to read.
+"""Implements the operations of ops/vocab_parallel.py in plain PyTorch, on whole [N, V] tensors.
+This implementation is the easiest to read.
 
 The other implementations are tested against this module. Every implementation has the functions
 `sums` and `gradient`.
@@ -47,8 +47,9 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out`, which may be the tensor of the logits. The gradient is e (a +
-    b d), plus `hit` at the target, with d = (z - m) / temperature and e = exp(d).
+    """Writes the gradient into `out`, which may be the tensor of the logits. With d = (z - m) /
+    temperature and e = exp(d), the gradient is e (a + b d). In the column of the target token,
+    `hit` is added to the gradient.
 
     Args:
         m: [N], over all ranks.

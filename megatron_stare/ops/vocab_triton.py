@@ -1,13 +1,14 @@
-"""Implements ops/vocab_parallel.py in Triton for GPUs of sm_80 or newer. Forward reads every logit
-once. Backward reads every logit once and writes every logit's gradient once, possibly in place.
-Between reading and writing, all values are float32 in registers.
+"""Implements the operations of ops/vocab_parallel.py in Triton, for GPUs of sm_80 or newer. Forward
+reads every logit once. Backward reads every logit once and writes every logit's gradient once,
+possibly in place. Between reading and writing, all values are float32 in registers.
 
-Forward keeps a row's running maximum m. If a block of columns raises m, forward rescales the sums
-with h = (m_old - m_new) / temperature: s becomes exp(h) s, t becomes exp(h) (t + h s), q becomes
-exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass requests q and u, but the
-training pass runs the same kernel. A kernel without q and u might round the other sums differently,
-so the ratios of the first update might differ from 1. According to instruction counts, the kernel
-is memory-bound with and without q and u.
+Forward reads a row block by block, and keeps the maximum m of the blocks so far. If a block raises
+m, forward rescales the sums. With h = (m_old - m_new) / temperature, s becomes exp(h) s, t becomes
+exp(h) (t + h s), q becomes exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass
+requests q and u, but the training pass runs the same kernel. A kernel without q and u might round
+the other sums differently, so the ratios of the first update might differ from 1. According to
+instruction counts, memory bandwidth limits the kernel's speed with and without q and u, so
+computing q and u costs no time.
 
 Shape legend: N tokens, V vocabulary columns of this rank.
 """

@@ -33,9 +33,10 @@ LEAST = 5  # fewest steps for a median
 class Seen:
     """Measured time of one phase in one run, and the two terms of the time model for this phase.
 
-    `ideal`: first term, seconds of the phase at a rate of 1.
-    `other`: second term, seconds of the phase if the coefficient of this term is 1.
-    `seconds`: measured seconds of the phase minus the part that is not fitted. Above 0.
+    `ideal`: first term of the model, in seconds, before it is multiplied by `inverse`.
+    `other`: second term of the model, in seconds, before it is multiplied by `times`.
+    `seconds`: measured seconds of the phase, minus the part of the predicted time that has no
+        fitted coefficient. Above 0.
     """
 
     ideal: float
@@ -48,11 +49,11 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     Returns the pair of coefficients (`inverse`, `times`) with the smallest sum of squared relative
     errors.
 
-    Both coefficients are at least 0. The fit cannot separate the two terms if there is only one
-    run, or if the runs' ratios `other` / `ideal` differ by less than a factor of `APART`. If the
-    terms cannot be separated, `times` is 0. If `times` is above 0, `inverse` is at least `least`.
-    If `times` is 0, `inverse` can be below `least`, which means that the runs were faster than the
-    peak rate.
+    Both coefficients are at least 0. The two coefficients can be told apart only if the runs differ
+    enough: the largest ratio `other` / `ideal` of a run must be at least `APART` times the
+    smallest. Otherwise, for example with a single run, `times` is 0. If `times` is above 0,
+    `inverse` is at least `least`. If `times` is 0, `inverse` can be below `least`, which means that
+    the runs were faster than the peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -75,9 +76,9 @@ def _one(column: np.ndarray, target: np.ndarray) -> float:
 def calibrate(
     run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> Fitted:
-    """Fits the time model's coefficients to the runs' median step times. One run suffices to fit
-    the rate of every phase. If the runs differ in model width or batch size, `calibrate` also fits
-    how long a phase takes outside its matrix products.
+    """Fits the time model's coefficients to the median times of the runs' phases. One run suffices
+    to fit the rate of every phase. If the runs differ in model width or batch size, `calibrate`
+    also fits how long a phase takes outside its matrix products.
 
     Args:
         prompt: mean number of tokens of a prompt. The metrics do not contain this number. None: the

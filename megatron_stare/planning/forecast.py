@@ -47,7 +47,7 @@ def name_here() -> str | None:
 
 
 def capacity_of(config: Config, gpu: Gpu) -> int:
-    """Returns how many bytes of each GPU's memory the run can use."""
+    """Returns the number of bytes that the run can use on each GPU."""
     return round(config.memory.device_gb * 1e9) if config.memory.device_gb else gpu.memory
 
 

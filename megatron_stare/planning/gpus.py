@@ -85,7 +85,8 @@ def named(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The shares of a device's peak rates that a run reaches, and further rates and times.
+    """Coefficients of the time model: the shares of a GPU's peak rates that a run reaches, and
+    further rates and times.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
     `log_prob_moves`, `update_moves`: time of the operations other than matrix products, per token
@@ -99,7 +100,7 @@ class Coefficients:
     `link_efficiency`: share of link bandwidth that collectives reach.
     `sync_bytes_s`: bytes/s of a whole weight sync, including the time to gather and load the
         weights.
-    `fixed_s`: seconds of a step that belong to no phase.
+    `fixed_s`: seconds of a step outside all of its phases.
     `checkpoint_bytes_s`: bytes/s that all ranks together write into a checkpoint.
     """
 
@@ -162,7 +163,8 @@ def read_coefficients(path: Path, gpu: str) -> Fitted:
 
 
 def store(path: Path, gpu: str, fitted: Fitted) -> None:
-    """Writes a device's coefficients to the file, and keeps the coefficients of other devices."""
+    """Writes the coefficients of one device to the file. The coefficients of other devices stay in
+    the file."""
     entries = _entries(path) if path.exists() else {}
     entries[gpu] = {"run": fitted.run, "coefficients": asdict(fitted.coefficients)}
     part = path.with_name(f"{path.name}.part")

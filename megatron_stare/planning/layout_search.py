@@ -1,4 +1,5 @@
-"""Searches for layouts that fit a run's GPUs and differ little from the run's own layout."""
+"""Searches for layouts that fit into the memory of a run's GPUs and differ little from the run's
+own layout."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _DEFAULT = ("recompute_method", "recompute_layers", "recompute_modules")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits.
+    """A layout that fits into the GPUs' memory.
 
     `distance`: distance of this layout from the run's own layout.
     `peak`: memory of the phase that uses most memory, in bytes.
@@ -32,7 +33,8 @@ class Candidate:
     peak: int
 
     def settings(self, base: Config) -> dict[str, str | int | bool]:
-        """Returns the settings that change `base` into this candidate, keyed by full name."""
+        """Returns the settings in which this candidate differs from `base`, with the candidate's
+        values. The keys are full names, such as `parallel.tensor`."""
         found: dict[str, str | int | bool] = {}
         for section in ("parallel", "model", "batch", "optimizer", "rollout"):
             before, after = getattr(base, section), getattr(self.run.config, section)
@@ -119,9 +121,10 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts. Every factor of two between the layouts' values of
-    a parallel size adds 1. Every factor of two between the micro-batch sizes adds 1/2. Every other
-    setting that differs adds 1."""
+    """Returns the distance between two layouts. The distance is a sum over settings. If the two
+    layouts' values of a parallel size differ by a factor of 2^n, this size adds n to the distance.
+    A factor of 2^n between the micro-batch sizes adds n/2. If the layouts differ in the kind of
+    recomputation, or in whether the optimizer is distributed, each of these differences adds 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

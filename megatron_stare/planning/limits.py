@@ -51,8 +51,8 @@ class Held:
 
 
 def check_limits(run: ResolvedRun) -> None:
-    """Raises ConfigError for the first time limit of the run that is shorter than the planned time
-    of its work."""
+    """Raises ConfigError if a time limit of the run is shorter than the planned time of the work
+    that it limits. If several limits are too short, the error names the first of them."""
     try:
         found = list(held(run))
     # A run that cannot be planned can still be trained. own_plan.py reports the reason.
@@ -63,8 +63,8 @@ def check_limits(run: ResolvedRun) -> None:
 
 
 def limits_not_checked(config: Config) -> list[str]:
-    """Returns a list with one line if an unknown kind of GPU prevents the comparison of limits.
-    Otherwise returns []."""
+    """Returns a list with one line of text if the limits are not compared because the kind of GPU
+    is unknown. Otherwise returns []."""
     if (
         config.plan.enabled
         and replica_count(config)
@@ -78,8 +78,8 @@ def limits_not_checked(config: Config) -> list[str]:
 
 
 def held(run: ResolvedRun) -> Iterator[Held]:
-    """Yields each time limit of a run together with the planned time of its work. Yields nothing if
-    plans are disabled or the kind of GPU is unknown."""
+    """Yields each time limit of a run together with the planned time of the work that it limits.
+    Yields nothing if plans are disabled or the kind of GPU is unknown."""
     config = run.config
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:

@@ -1,10 +1,10 @@
 """Predicts how much memory a GPU needs in each phase of a step. Raises an error before a run starts
 if the GPU has too little memory.
 
-`activation_memory` counts the bytes that a rank keeps from a micro-batch's forward pass to its
-backward pass, with or without recomputation. `activation_memory` models layers without Transformer
-Engine, as they run on a CPU: this package's RMSNorm and SwiGLU, and packed attention over groups of
-equal length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
+`activation_memory` counts the bytes that a rank keeps in memory between a micro-batch's forward
+pass and its backward pass, with or without recomputation. `activation_memory` models layers without
+Transformer Engine, as they run on a CPU: this package's RMSNorm and SwiGLU, and packed attention
+over groups of equal length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
 tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
 `budget` sums the memory of a GPU in each phase. docs/colocation.md lists what is in a GPU's memory
@@ -68,18 +68,17 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes on one GPU.
+    """Bytes on one GPU. Each field except `reference_moves` is a number of bytes.
 
-    `optimizer`: main parameters and moments.
-    `reference`: the reference policy, or 0 without a reference policy.
-    `forward`: activations of a forward-only pass.
-    `activations`: activations kept for backward, plus the largest part that backward recomputes at
-        a time.
-    `buckets`: buckets of the weight sync.
-    `served`: weights of a server's rank.
-    `cache`: KV cache of a server's rank.
-    `reference_moves`: whether the reference policy is on the GPU only during the reference's
-        log-prob pass.
+    `optimizer`: bytes of main parameters and moments.
+    `reference`: bytes of the reference policy, or 0 if the method needs no reference policy.
+    `forward`: bytes of the activations in a forward-only pass.
+    `activations`: bytes of the activations that are kept for backward, plus the largest part that
+        backward recomputes at a time.
+    `buckets`: bytes of the buckets in which the weight sync sends parameters.
+    `served`: bytes of the weights on a server's rank.
+    `cache`: bytes of the KV cache on a server's rank.
+    `reference_moves`: True if the reference policy is on the GPU only during its own log-prob pass.
     """
 
     parameters: int
@@ -112,8 +111,9 @@ class Budget:
 
     @property
     def cache_room(self) -> int:
-        """Bytes of the largest KV cache with which all phases that hold the cache still fit. The
-        value is below 0 if a phase does not fit even with an empty cache."""
+        """Size in bytes of the largest KV cache for which all phases with a KV cache fit into the
+        GPU's memory. The value is below 0 if one of these phases does not fit even without a KV
+        cache."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
         return min(
             self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache
@@ -163,10 +163,10 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Activations of one micro-batch on one rank.
+    """Bytes of the activations of one micro-batch on one rank.
 
-    `kept`: bytes kept from forward to backward for one micro-batch. A pipeline stage keeps the
-        activations of several micro-batches at a time (`micro_batches_held`).
+    `kept`: bytes that are kept from forward to backward for one micro-batch. A pipeline stage keeps
+        the activations of several micro-batches at a time (`micro_batches_held`).
     `again`: bytes of the largest part that backward recomputes at a time. The total memory is
         `kept` plus `again`.
     """
@@ -178,7 +178,8 @@ class ActivationMemory:
 def activation_memory(
     config: Config, shape: ModelShape, tokens: int, longest: int, rows: int = 1
 ) -> ActivationMemory | None:
-    """Counts the activations of a micro-batch on the last pipeline stage, without the logits.
+    """Computes the memory of a micro-batch's activations on the last pipeline stage, without the
+    logits.
 
     Args:
         tokens: positions of the micro-batch, with padding.
@@ -224,7 +225,8 @@ def layer_parts(
     longest: int,
     recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
-    """Counts, for each part of a layer, the elements per token that a rank keeps for backward."""
+    """Returns, for each part of a layer, how many tensor elements per token a rank keeps for
+    backward."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
@@ -316,7 +318,8 @@ class Fit:
         )
 
     def faults(self, run: ResolvedRun) -> list[str]:
-        """Returns one sentence for each way in which the run does not fit."""
+        """Returns a list of the reasons why the run does not fit, as texts. The list is empty if
+        the run fits."""
         found, wrong = self.budget(run), []
         if found.over:
             wrong.append(
@@ -333,11 +336,11 @@ class Fit:
         return wrong
 
     def budget(self, run: ResolvedRun) -> Budget:
-        """Returns the budget of the pipeline stage with the highest peak."""
+        """Returns the budget of the pipeline stage that needs most memory in its largest phase."""
         return max(self.budgets(run), key=lambda each: max(map(each.total, each.phases)))
 
     def budgets(self, run: ResolvedRun) -> list[Budget]:
-        """Returns the budget of the first rank of each pipeline stage."""
+        """Returns one budget per pipeline stage, for the first rank of the stage."""
         offload, colocated = run.config.memory.offload or "all", run.config.sglang.colocated
         return [
             budget(each, self.capacity, colocated=colocated, offload=offload)
@@ -380,9 +383,9 @@ class Fit:
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """Returns the activations of a micro-batch, and the number of elements per token that one
-        layer creates. Returns (None, 0.0) for a mixture of experts, whose activations are not known
-        in advance."""
+        """Returns the memory of a micro-batch's activations, and the number of activation elements
+        per token in one layer. Returns (None, 0.0) for a mixture of experts, whose activations are
+        not known in advance."""
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
         return kept, (
@@ -394,9 +397,9 @@ class Fit:
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Builds the first rank of each stage, without data. Returns the bytes of every item, for
-        the first rank of each stage. No other rank of a stage needs more bytes than the stage's
-        first rank."""
+        """Builds the first rank of each pipeline stage on the meta device. Returns one dict per
+        stage, with the number of bytes of every item on this rank. No other rank of a stage needs
+        more bytes than the stage's first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -409,9 +412,9 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Yields possible changes that reduce the memory of the phases that do not fit. Yields each
-        change, which sets one setting, together with the changed run. The mildest changes come
-        first."""
+        """Yields possible changes of the configuration that reduce the memory of the phases that do
+        not fit. Each change sets one setting, and is yielded as a text together with the changed
+        run. The mildest changes come first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -435,12 +438,14 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     """Returns the number of micro-batches whose activations a pipeline stage holds at once.
 
     Without virtual stages, the schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2).
-    With virtual stages, the schedule is megatron-core's interleaved schedule, in which a forward
-    runs through one chunk of a stage. In the interleaved schedule, the formula below gives the
-    number of micro-batches that a stage holds after the warm-up. In the formula, l is the number of
-    later stages, p is the number of stages, and c is the number of chunks per stage.
+    With virtual stages, the schedule is megatron-core's interleaved schedule, in which each forward
+    pass runs through only one chunk of a stage. After the warm-up, a stage then holds the following
+    number of micro-batches:
 
         (2 l + (c - 1) p + 1) / c
+
+    Here l is the number of later stages, p is the number of stages, and c is the number of chunks
+    per stage.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -479,8 +484,8 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
 
 
 class PlannedFit(Fit):
-    """Checks whether other layouts of one run fit. The memory of the servers is computed only for
-    the first layout, and is then used for all layouts."""
+    """Checks whether several layouts of one run fit. The memory of the servers is computed only
+    once, for the first layout, and is then used for all layouts."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -531,6 +536,6 @@ class PlannedFit(Fit):
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Builds complete ranks of this run's layout. All later checks of this layout use the sizes
-        of the complete ranks."""
+        """Builds complete ranks of this run's layout, instead of assembling them from parts. All
+        later checks of this layout use the sizes of the complete ranks."""
         self._stages[self._key(run)] = super().stages(run)

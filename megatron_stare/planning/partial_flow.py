@@ -1,12 +1,13 @@
-"""Predicts the average flow of partial rollouts: rounds per step, the number of responses that are
-cut and continued, and the tokens of these responses.
+"""Predicts averages for a run with partial rollouts: the number of rounds per step, the number of
+responses that are cut and later continued, and the number of tokens of these responses.
 
 Response lengths are assumed to be exponentially distributed with the planned mean, and truncated at
 the maximum. Below the maximum length, a response is longer than t tokens with probability exp(-t /
 mean), and a group of n responses is complete after t tokens with probability (1 - exp(-t /
-mean))^n. Groups that begin in the same step form a cohort. The simulation follows each cohort's
-expected number of groups from round to round, until the flow is stationary. The rule in
-rollout/sources/partial_sampling.py decides which complete groups are taken for training.
+mean))^n. Groups that begin in the same step form a cohort. The simulation computes, round by round,
+how many groups of each cohort are still incomplete on average. It leaves out the first WARM_UP
+steps and averages over the next COUNTED steps. The rule in rollout/sources/partial_sampling.py
+decides which complete groups are taken for training.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ WARM_UP, COUNTED = 50, 100  # simulated steps to skip, and to average over
 
 @dataclass(frozen=True)
 class PartialFlow:
-    """Mean flow of partial rollouts.
+    """Average numbers of a run with partial rollouts.
 
     `rounds`: rounds per step.
-    `growing`: number of responses that grow in a round.
-    `continued`: number of responses per step that were cut at the end of the previous step.
-    `carried`: total tokens that the continued responses of a step already contain when the step
-        begins.
-    `held`: total tokens that the growing responses of a round contain at the end of the round.
+    `growing`: number of responses that get new tokens in a round.
+    `continued`: number of incomplete responses that a step takes over from the previous step.
+    `carried`: total number of tokens in these `continued` responses when the step begins.
+    `held`: total number of tokens in these `growing` responses at the end of the round.
     """
 
     rounds: float
@@ -56,7 +56,8 @@ class _Cohort:
 def partial_flow(
     groups: int, samples: int, under_way: int, tokens: int, mean: float, longest: int
 ) -> PartialFlow:
-    """Simulates the flow of a run that trains on `groups` groups of `samples` responses per step.
+    """Simulates a run with partial rollouts that trains on `groups` groups of `samples` responses
+    per step.
 
     Args:
         under_way: number of groups in flight at a time.

@@ -58,9 +58,11 @@ ASSUMPTIONS = (
 
 
 def balanced(shape: ModelShape) -> ModelShape:
-    """Returns the shape of a dense model with the same work per token as a mixture of experts.
+    """Returns the shape of a dense model that needs the same work per token as the given mixture of
+    experts. The shape of a dense model is returned unchanged.
 
-    Experts get equal shares of tokens. Leading dense layers are treated like MoE layers.
+    Every expert is assumed to get an equal share of the tokens. Leading dense layers are treated
+    like MoE layers.
     """
     if not shape.experts:
         return shape
@@ -79,8 +81,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Counts the matrix entries, over all layers, that take part in the computation of one token.
-    The matrices are the projections, the router and the feed-forward part."""
+    """Returns the number of matrix entries, summed over all layers, that one token's hidden states
+    are multiplied with. The matrices are the projections, the router and the feed-forward part."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -115,21 +117,23 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Returns the lengths `prompt` and `response`. A missing length is replaced by the length
-        that the configuration expects."""
+        """Returns the lengths `prompt` and `response`. If a length is None, the length that the
+        configuration expects is used instead."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a phase.
+    """The work of a phase, from which the phase's time is predicted.
 
     `ideal`: seconds at the peak rate. The prediction divides `ideal` by the share of the peak rate
-        that the run reaches.
+        that the run reaches. For the weight sync, `ideal` is the number of bytes, and the
+        prediction divides it by the bytes per second.
     `fixed`: seconds that are added to the prediction unchanged.
-    `moved`: seconds to move one hidden state per token and layer through memory. The prediction
-        multiplies `moved` by the number of hidden states that the phase moves.
+    `moved`: seconds to move one hidden state through memory for every token in every layer. The
+        prediction multiplies `moved` by the number of hidden states that the phase moves per token
+        and layer.
     """
 
     ideal: float
@@ -147,9 +151,9 @@ class Step:
     `phases`: seconds by phase, without checkpoints.
     `seconds`: seconds of the whole step, without checkpoints.
     `checkpoint`: seconds of one checkpoint.
-    `flops`: model FLOPs of the trainer's passes, without recomputation.
+    `flops`: model FLOPs of the trainer's passes, not counting recomputation.
     `tokens`: prompt and response tokens of the step.
-    `partial`: flow of partial rollouts, if enabled.
+    `partial`: averages for partial rollouts, or None if partial rollouts are off.
     """
 
     phases: dict[str, float]
@@ -172,7 +176,8 @@ class Step:
 
 
 def all_gpus(config: Config) -> int:
-    """Returns the number of GPUs of trainer and servers. A rank without a GPU counts as one GPU."""
+    """Returns the number of GPUs of the trainer and the servers together. A trainer rank that runs
+    on a CPU counts as one GPU."""
     apart = 0 if config.sglang.colocated else replica_count(config) * replica_gpus(config)
     return config.parallel.world_size + apart
 
@@ -188,7 +193,7 @@ def step_time(
     """Predicts the times of a step.
 
     Args:
-        nbytes: bytes on the fullest rank, by item.
+        nbytes: bytes by item, on the trainer rank that needs most memory.
         served: memory of a server's rank; None: no servers on GPUs.
     """
     config, shape = run.config, run.shape
@@ -238,7 +243,8 @@ def forwards(run: ResolvedRun) -> int:
 
 
 def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths) -> Work:
-    """Returns the total work of all forward-only passes. Each pass runs one pipeline schedule."""
+    """Returns the total work of all forward-only passes over the batch. Each pass fills and drains
+    the pipeline once."""
     config, shape = run.config, run.shape
     batch, passes = config.batch, forwards(run)
     sequences = passes * batch.prompts * batch.samples_per_prompt
@@ -333,7 +339,7 @@ class RequestTime:
     """Times of a request at a fully loaded server, in seconds after the server has admitted the
     request to its batch.
 
-    `beside`: number of other requests in the batch.
+    `beside`: number of other requests in the server's batch.
     `longest_s`: time of a response of maximum length.
     `first_s`: time of a response of mean length.
     """
@@ -351,8 +357,8 @@ def request_time(
     lengths: Lengths,
     served: ServedMemory | None,
 ) -> RequestTime:
-    """Predicts the times of a request, at the same rates as `rollout_seconds`. A decoding step
-    takes equally long for every request in the batch."""
+    """Predicts how long a request takes, with the same coefficients as `rollout_seconds`. A
+    decoding step takes equally long for every request in the batch."""
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
@@ -386,15 +392,15 @@ def _at_once(config: Config, growing: float, context: float, served: ServedMemor
     """Returns the number of responses that a server decodes at the same time.
 
     Args:
-        growing: responses that are assigned to the server.
-        context: mean tokens that a response holds in the cache.
+        growing: number of responses that are assigned to the server.
+        context: mean number of tokens that a response holds in the cache.
     """
     at_once = min(growing, config.rollout.max_batch)
     return min(at_once, max(served.cache / served.token / context, 1)) if served else at_once
 
 
 def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
-    """Returns the flow of partial rollouts, or None if partial rollouts are off."""
+    """Returns the averages of `partial_flow` for this run, or None if partial rollouts are off."""
     batch, partial = config.batch, config.partial
     if partial.tokens is None:
         return None
@@ -440,7 +446,7 @@ def _read_weights(shape: ModelShape, at_once: float) -> float:
 
 
 def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
-    """Returns the ratio of a pipeline's idle time to its busy time (Narayanan et al. 2021, section
+    """Returns a pipeline's idle time divided by its busy time (Narayanan et al. 2021, section
     2.2)."""
     parallel, batch = config.parallel, config.batch
     tokens = prompts * batch.samples_per_prompt * (lengths.prompt + lengths.response)
@@ -451,8 +457,8 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
 def _moved(
     config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
 ) -> float:
-    """Returns the seconds in which all ranks together move one hidden state per token and layer
-    through memory."""
+    """Returns the seconds that all ranks together need to move one hidden state through memory for
+    every token in every layer."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 

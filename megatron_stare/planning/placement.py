@@ -4,8 +4,9 @@ ranks and replicas do not fit. The module does not depend on Ray.
 In Megatron's rank order, the tensor-parallel index varies fastest, then the context-parallel,
 data-parallel and pipeline-parallel index. The ranks of a tensor-parallel group are therefore
 consecutive, and so are the ranks of an expert-parallel group. Each node gets blocks of consecutive
-ranks. A block contains whole tensor-parallel groups, and other whole groups if possible. Ranks are
-numbered node by node.
+ranks. A block never splits a tensor-parallel group, and if possible it splits no context-parallel
+or expert-parallel group either. The first node with ranks has the lowest ranks, the next node has
+the following ranks, and so on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LOST_SHOWN = 4  # lost nodes in a message; an old cluster remembers many
 
 
 class PlacementError(UserError):
-    """Error for a layout that needs resources which the cluster lacks or has lost."""
+    """Error for a layout that needs GPUs or nodes that the cluster does not have or has lost."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Awaited:
     """Options of a restarted run that waits until its lost nodes are back.
 
     `limit_s`: longest wait, in seconds.
-    `on_gpus`: whether the run used GPUs before the restart. A run that used GPUs also waits until
-        the cluster has GPUs again.
+    `on_gpus`: True if the run used GPUs before the restart. The run then also waits until the
+        cluster has GPUs again.
     `tell`: function that prints what the run waits for.
     """
 
@@ -57,12 +58,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """Ranks and replicas to place, and the GPUs that they need.
+    """Ranks and engine replicas of a run that need a place, and the GPUs that they need.
 
     `replica_gpus`: number of GPUs per replica. A replica with 0 GPUs can run on any node.
-    `replica_nodes`: number of nodes per replica. Each node holds an equal part of the replica's
-        GPUs.
-    `shared`: whether replicas use the same GPUs as the trainer.
+    `replica_nodes`: number of nodes per replica. The replica uses the same number of GPUs on each
+        of its nodes.
+    `shared`: True if the replicas use the same GPUs as the trainer.
     """
 
     ranks: int
@@ -119,12 +120,12 @@ class Demand:
         return [size for size in dict.fromkeys(sizes) if self.ranks % size == 0]
 
     def hosted(self, ranks: int, free: int) -> int:
-        """Returns how many replica parts fit on a node that has `free` free GPUs and gets `ranks`
-        ranks.
+        """Returns how many replica parts fit on a node. The node has `free` free GPUs and gets
+        `ranks` trainer ranks.
 
-        Replica parts use the node's free GPUs that have no rank. If `shared` is set, replica parts
-        instead use the GPUs of the node's ranks. A node takes at most one part of a replica that
-        spans several nodes.
+        If `shared` is set, replica parts use the GPUs of the node's ranks. Otherwise they use the
+        node's free GPUs that get no rank. A node takes at most one part of a replica that spans
+        several nodes.
         """
         if not self.replica_gpus:
             return 0
@@ -192,7 +193,7 @@ class Plan:
 
 
 def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
-    """Places the ranks and replicas of `demand` on free GPUs of the nodes.
+    """Chooses a node with free GPUs for each of the ranks and replicas in `demand`.
 
     Raises:
         PlacementError: the free GPUs do not suffice. The message lists the free GPUs and the
@@ -210,8 +211,8 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Returns how many ranks each node gets, so that all replicas fit too. Returns None if every
-    distribution of the ranks leaves too little room for the replicas.
+    """Returns how many ranks each node gets if the remaining GPUs suffice for all replicas. Returns
+    None if every distribution of the ranks leaves too few GPUs for the replicas.
 
     Each node gets a multiple of `block` ranks. Nodes at the start of the list get as many ranks as
     possible.
@@ -268,8 +269,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if the demand would not fit the cluster even if all GPUs were free. A run
-    with too large a demand could never start, however long it waited for free GPUs."""
+    """Raises ConfigError if the ranks and replicas in `demand` would not fit on the nodes even if
+    all GPUs were free. Such a run could never start, however long it waited."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(
@@ -342,8 +343,8 @@ def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
 
 
 def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
-    """Returns an error that names the lost nodes of the plan, or None if all planned nodes are
-    alive."""
+    """Returns an error that names the lost nodes among `nodes`, the nodes of a plan. Returns None
+    if all of them are alive."""
     alive = {node.id for node in now if node.alive}
     lost = [str(node) for node in nodes if node.id not in alive]
     if not lost:

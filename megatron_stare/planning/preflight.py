@@ -50,9 +50,9 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """A resolved run, in the form in which checks receive it.
+    """The argument of every check: a resolved run, and whether its model may be absent.
 
-    `published`: as in `check`.
+    `published`: see the parameter `published` of `check`.
     """
 
     run: ResolvedRun
@@ -74,9 +74,8 @@ class Asked:
 
     @property
     def served(self) -> Config:
-        """Configuration that the checks of engines receive. If this machine has neither the model
-        nor the server software, the configuration is reduced to settings that can be checked
-        without the software."""
+        """Configuration for the checks of engines. If this machine has neither the model nor the
+        server software, it contains only settings that can be checked without the software."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
@@ -211,7 +210,8 @@ def check_best(config: Config) -> None:
 
 
 def check_runner(config: Config) -> None:
-    """Raises ConfigError if the inline runner, which has one process, would need several ranks."""
+    """Raises ConfigError if the run uses the inline runner, which has one process, but the layout
+    has several ranks."""
     if config.runtime.runner == "inline" and config.parallel.world_size != 1:
         raise ConfigError(
             f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
@@ -233,8 +233,8 @@ def check_optimizer(config: Config) -> None:
 def check_reference(
     config: Config, method: Method, shape: ModelShape, *, published: bool = False
 ) -> None:
-    """Raises UserError in three cases: the method does not use the reference policy that is set,
-    the reference's weights are missing, or the reference and the model differ in shape.
+    """Raises UserError in three cases: a reference policy is configured although the method uses
+    none, the reference's weights are missing, or the reference and the model differ in shape.
 
     Args:
         published: as in `check`.
@@ -260,9 +260,9 @@ def check_reference(
 
 
 def check_supervised(config: Config) -> None:
-    """Raises ConfigError in three cases: supervised fine-tuning has a setting that only makes sense
-    for sampled responses, supervised fine-tuning has a source without conversations, or another
-    method has a source of conversations."""
+    """Raises ConfigError in three cases. First, a run with supervised fine-tuning has a setting
+    that only makes sense for sampled responses. Second, the data source of such a run contains no
+    conversations. Third, the method is another one, but the data source contains conversations."""
     factory, _ = find_source(config)
     written = getattr(factory, "demonstrates", False)
     if not config.supervised:
@@ -335,9 +335,9 @@ def check_rounds(config: Config) -> None:
 
 
 def check_statistics(config: Config, method: Method) -> None:
-    """Raises ConfigError if the lagged gate skips the log-prob pass although another setting needs
-    the pass. Also raises ConfigError if the method measures the entropy change, but a step has
-    several updates or `statistics.scope` is `micro_batch`."""
+    """Raises ConfigError if the lagged gate skips the log-prob pass although the method or another
+    setting needs this pass. Also raises ConfigError if the method measures the entropy change of
+    every update, but a step has several updates or `statistics.scope` is `micro_batch`."""
     if method.measures_every and config.batch.updates > 1:
         raise ConfigError(
             f"{config.algorithm.name} learns from the entropy change of one update, and a rollout"
@@ -391,8 +391,8 @@ def check_statistics(config: Config, method: Method) -> None:
 
 
 def check_head(config: Config, method: Method) -> None:
-    """Raises ConfigError if the head computes gradients during forward although the loss couples
-    all tokens of a response."""
+    """Raises ConfigError if the head computes gradients during forward although the loss of a token
+    depends on the other tokens of its response."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
             f"{config.algorithm.name} couples the tokens of a response, so the gradient for one"
@@ -426,8 +426,8 @@ def check_branches(config: Config, method: Method) -> None:
 
 
 def check_aggregation(config: Config, method: Method) -> None:
-    """Raises ConfigError if the loss is divided by the number of tokens in a micro-batch, but each
-    context-parallel rank holds only some of the tokens."""
+    """Raises ConfigError if the loss is divided by the number of tokens in a micro-batch, but
+    context parallelism spreads these tokens over several ranks."""
     aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
     if aggregation == "micro_batch_mean" and config.parallel.context > 1:
         raise ConfigError(
@@ -439,8 +439,8 @@ def check_aggregation(config: Config, method: Method) -> None:
 
 
 def prompt_files(config: Config) -> list[str]:
-    """Returns the paths of all prompt files of training and evaluation, without duplicates. The
-    paths are written as in the configuration."""
+    """Returns the paths of all prompt files of training and evaluation, without duplicates. Each
+    path is written in the same way as in the configuration."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
     read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []
@@ -488,7 +488,8 @@ def notices(config: Config) -> list[str]:
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if prompt and response do not fit the model or a micro-batch."""
+    """Raises ConfigError if the longest prompt with the longest response has more tokens than the
+    model or a micro-batch allows."""
     check_positions(config, shape)
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -511,9 +512,9 @@ def check_tasks(config: Config, shape: ModelShape) -> None:
 
 
 def check_task(task: Task, shape: ModelShape) -> None:
-    """Raises ConfigError if an evaluation's responses do not fit the model or an engine, or if k in
-    pass@k is larger than the number of responses per problem. The micro-batch size does not matter,
-    because evaluation responses are not used for training."""
+    """Raises ConfigError if an evaluation's responses are too long for the model or an engine, or
+    if a k of pass@k exceeds the number of responses per problem. Evaluation responses may be longer
+    than a micro-batch, because they are not used for training."""
     with task.blamed():
         check_positions(task.config, shape)
         check_engine(task.config, shape)
@@ -587,8 +588,8 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Reads the model's shape from the files beside the weights. Returns None if no files beside
-    the weights describe the shape."""
+    """Reads the model's shape from the files in the weights' folder. Returns None if these files do
+    not describe the shape."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
     except ConfigError:  # for example Megatron-LM's checkpoints, or a run whose model is gone
@@ -596,8 +597,8 @@ def _shape_beside(path: Path) -> ModelShape | None:
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if prompt and response together exceed the model's maximum number of
-    positions."""
+    """Raises ConfigError if the longest prompt with the longest response has more tokens than the
+    model has positions."""
     rollout = config.rollout
     if rollout.max_prompt_tokens >= shape.max_positions:
         raise ConfigError(

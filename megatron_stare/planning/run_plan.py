@@ -1,5 +1,5 @@
-"""Makes the plan of a run, as text or as JSON. The plan contains the memory, the times of a step,
-and similar layouts that fit into the GPUs' memory.
+"""Makes the plan of a run, as text or as JSON. The plan contains the predicted memory, the
+predicted times of a step, and a list of similar layouts that fit into the GPUs' memory.
 
 This module imports torch and Megatron. The command's arguments are therefore added in command.py,
 which imports torch and Megatron only when the command runs.
@@ -183,7 +183,7 @@ def _assumed(plan: Plan) -> str:
 class Site:
     """The machines of a run.
 
-    `nodes`: number of nodes, or None for as many as the run needs.
+    `nodes`: number of nodes; None: as many nodes as the run needs.
     """
 
     gpu: Gpu
@@ -198,8 +198,8 @@ class Plan:
     `budgets`: memory budgets, one for the first rank of each pipeline stage.
     `served`: memory of one rank of a server, or None if the run starts no servers on GPUs.
     `searched`, `fitting`: number of layouts that were tried, and number of tried layouts that fit.
-    `nearest`: the fitting layouts that are nearest to the run's own layout, each with its predicted
-        step.
+    `nearest`: the layouts nearest to the run's own layout among the layouts that fit, each with the
+        predicted times of a step.
     `took`: seconds that planning took.
     """
 
@@ -219,7 +219,8 @@ class Plan:
 
     @property
     def peak(self) -> tuple[int, str, int]:
-        """The pipeline stage and the phase that use most memory, and the bytes that they use."""
+        """The pipeline stage and phase that need most memory on a GPU, and the number of bytes that
+        they need."""
         sizes = [
             (s, phase, found.total(phase))
             for s, found in enumerate(self.budgets)
@@ -229,8 +230,8 @@ class Plan:
 
     @property
     def growing_cache(self) -> float | None:
-        """Bytes of KV cache that a server's rank needs in order to hold all responses of a
-        partial-rollout round.
+        """Bytes of KV cache that a server's rank would need in order to hold all responses of a
+        round of partial rollouts at the same time.
 
         With a smaller KV cache, the servers decode only some of the responses at a time. The value
         is None if partial rollouts are off or no servers run on GPUs.
@@ -341,13 +342,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def for_launch(plan: Plan) -> str:
     """Returns the values that a launch script needs, with one name and value per line. The value
-    `nodes` is the number of nodes. The value `grace_s` says how many seconds before its time limit
-    the run must begin to save its state. The lines that start with `layout` contain the settings
-    parallel.data and rollout.engines.
+    `nodes` is the number of nodes. The value `grace_s` is the number of seconds that the run needs,
+    at the end of its time limit, to finish its step and save its state. The lines that start with
+    `layout` contain the settings parallel.data and rollout.engines.
 
-    `grace_s` includes the time of two steps, because a step with dynamic sampling can take several
-    rounds, and then lasts longer than predicted. Raises UserError if the run does not fit into the
-    GPUs' memory.
+    `grace_s` is twice the predicted time of a step and a checkpoint, rounded up to whole minutes,
+    and at least 300. A step can last longer than predicted, because dynamic sampling can take
+    several rounds. Raises UserError if the run does not fit into the GPUs' memory.
     """
     if plan.faults:
         raise UserError(
@@ -363,8 +364,8 @@ def for_launch(plan: Plan) -> str:
 
 
 def days(plan: Plan) -> float:
-    """Returns the duration of the run in days. The time of checkpoints is included if training
-    waits for them."""
+    """Returns the predicted duration of the run in days. The time of the checkpoints is included if
+    training waits for them."""
     config = plan.run.config
     every = config.run.checkpoint_every
     saved = config.run.steps / every if every and not config.checkpoint.background else 0

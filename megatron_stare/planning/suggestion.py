@@ -1,17 +1,19 @@
 """Suggests the entropy target and the weights W and M of STARE from the first steps of a run. The
 module does not need torch.
 
-To first order, the plain loss changes the entropy by P per unit step. Each unit of W - 1 adds G+,
-the change that comes from the tokens of L+. Each unit of M - 1 adds G-, the change that comes from
-the tokens of L-. The suggested weights are as near to 1 as possible and satisfy the equation
+L+ and L- are the sets of tokens that STARE selects. W is the weight of the tokens in L+, and M is
+the weight of the tokens in L-. If both weights are 1, a unit step in the logits changes the entropy
+by P, to first order. The tokens of L+ contribute G+ to this change, and the tokens of L- contribute
+G-. With other weights, the change is P + (W - 1) G+ + (M - 1) G-. The suggested weights are as near
+to 1 as possible and satisfy the equation
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P.
 
-W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no weights in both ranges
-satisfy the equation, the weights that come closest to it are suggested. If the closest weights do
-not stop the fall of the entropy, and G+ is too near 0 to tell its sign, AMPLIFY_MAX is suggested
-for W, because a large W may help. benchmarks/laboratory/held_out.py compares the suggestions with a
-sweep.
+W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no weights in these ranges
+satisfy the equation, the weights for which its left side comes closest to the right side are
+suggested. These weights may still let the entropy fall. If in this case G+ is so near to 0 that its
+sign is uncertain, AMPLIFY_MAX is suggested for W, because a large W may help.
+benchmarks/laboratory/held_out.py compares the suggestions with a sweep.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ NEAR_ZERO = 0.05  # of P: a G+ above minus this share counts as 0
 class Facts:
     """Means over the first steps of a run.
 
-    `entropy`, `entropy_now`: mean entropy over the first few and over the last few of the steps,
-        nats.
-    `plain`: P, nats per unit step.
-    `plus`, `minus`: G+ and G-, nats per unit step and per unit of the weight.
+    `entropy`: mean entropy over the first few of these steps, in nats.
+    `entropy_now`: mean entropy over the last few of these steps, in nats.
+    `plain`: P, in nats per unit step.
+    `plus`, `minus`: G+ and G-, in nats per unit step.
     """
 
     entropy: float
@@ -46,7 +48,7 @@ class Suggestion:
     """Suggested settings of STARE's variant C2, and the reasons for the settings, one sentence
     each.
 
-    `holds`: true if the entropy is not forecast to fall with the suggested weights.
+    `holds`: True if the forecast for the suggested weights says that the entropy does not fall.
     """
 
     entropy_target: float
@@ -57,7 +59,7 @@ class Suggestion:
 
 
 def suggest(facts: Facts) -> Suggestion:
-    """Suggests settings from the facts about a run's first steps."""
+    """Suggests an entropy target and weights, based on the means over a run's first steps."""
     target = TARGET_SHARE * facts.entropy
     reasons = [
         f"the target is {TARGET_SHARE:.0%} of the {facts.entropy:.3g} nats at the start:"
@@ -102,8 +104,9 @@ def suggest(facts: Facts) -> Suggestion:
 
 
 def _nearest(plus: float, minus: float, demand: float) -> tuple[float, float]:
-    """Returns the W and M nearest to 1 for which (W - 1) G+ + (M - 1) G- equals `demand`. If no W
-    and M within the bounds reach `demand`, returns the W and M that come closest.
+    """Returns the W and M nearest to 1 for which the sum (W - 1) G+ + (M - 1) G- equals `demand`.
+    If no W and M within the bounds reach `demand`, returns the W and M whose sum comes closest to
+    `demand`.
 
     Args:
         plus: G+, at least 0.

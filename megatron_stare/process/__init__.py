@@ -1,2 +1,2 @@
-"""Handles one operating-system process and its surroundings: signals, time limit, addresses,
-memory, installed packages."""
+"""Manages one operating-system process: its signals, time limit, network addresses, memory and
+installed packages."""

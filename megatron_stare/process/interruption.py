@@ -3,15 +3,16 @@ driver's thread stops when it next polls for signals.
 
 `on_driver_thread` runs a command on a separate thread. The main thread only records a signal. The
 driver's thread raises KeyboardInterrupt at its next `poll`. No exception is raised between polls.
-Therefore KeyboardInterrupt is never raised in a destructor (which would swallow it), in library
-code that holds a lock, or while Ray starts. Signals do not interrupt the shutdown of processes.
+KeyboardInterrupt is therefore never raised in three places: in a destructor, which would swallow
+it, in library code that holds a lock, and while Ray starts. Signals do not interrupt the shutdown
+of processes.
 
 While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
-Before the run closes, it can save its last whole step. While responses are sampled, the first
-SIGINT or SIGTERM ends the run immediately. SIGUSR1 ends the run after the current step. If the run
-is still going `grace_s` seconds after SIGINT or SIGTERM (see `makes_steps`), the run ends at its
-next poll, even within a step. A second Ctrl-C immediately ends the process and its child processes,
-without saving.
+Before the run closes, it can save the state after its last complete step. While responses are
+sampled, the first SIGINT or SIGTERM ends the run immediately. SIGUSR1 ends the run after the
+current step. If the run has not ended `grace_s` seconds after SIGINT or SIGTERM, it ends at its
+next poll, even within a step. `makes_steps` sets `grace_s`. A second Ctrl-C immediately ends the
+process and its child processes, without saving.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Standing:
 
 
 class Interruption:
-    """State of a command that can be ended by a signal. The state includes the received signal, if
-    any, and the rules for the points at which the command may end.
+    """State of a command that a signal can end. The state includes the received signal, if any, and
+    determines at which points the command may end.
 
     Fields without an underscore may be read from any thread. The lock protects the fields that the
     main thread and the driver's thread both change.
@@ -141,9 +142,9 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Handles a received signal as far as possible now. Returns the number of seconds until the
-        main thread must call `look` again. Returns None if the main thread need not call `look`
-        before the next signal.
+        """Continues the handling of a received signal. Returns the number of seconds after which
+        the main thread must call `look` again, or None if it need not call `look` before the next
+        signal.
 
         Raises:
             TimeoutError: the driver's thread did not poll in time.
@@ -208,9 +209,9 @@ class Interruption:
         raise KeyboardInterrupt
 
     def guard(self, on: bool) -> None:
-        """Makes the main thread restore this process's signal handlers. If `on` is True, the main
-        thread restores the handlers repeatedly from now on. If `on` is False, the main thread
-        restores the handlers one last time."""
+        """Makes the main thread restore the signal handlers of this process. With `on`, the main
+        thread restores them again and again from now on. Without `on`, the main thread restores
+        them one last time."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -347,9 +348,9 @@ def _written(pipe: int) -> None:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restores this process's signal handlers repeatedly while Ray starts. Ray's core installs its
-    own SIGTERM handler, which prints every thread's stack. If Ray starts on the main thread, Ray
-    installs another SIGTERM handler."""
+    """Keeps this process's signal handlers while Ray starts, by restoring them again and again.
+    Ray's core installs its own SIGTERM handler, which prints every thread's stack. If Ray starts on
+    the main thread, Ray installs another SIGTERM handler."""
     if _current.drives:
         _current.guard(True)
         try:
@@ -400,8 +401,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def poll() -> None:
-    """Raises KeyboardInterrupt if a signal was received and the signal may end the command at this
-    point.
+    """Raises KeyboardInterrupt if a signal was received and may end the command at this point.
 
     If no signal was received, `poll` costs almost nothing. On threads other than the driver's
     thread, `poll` does nothing.
@@ -451,9 +451,9 @@ def makes_steps(grace_s: float | None) -> None:
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """Lets the signals in `numbers` raise KeyboardInterrupt inside this context, even while the run
-    makes training steps. If one of these signals has already arrived, raises KeyboardInterrupt at
-    the beginning of the context."""
+    """Allows the signals in `numbers` to raise KeyboardInterrupt inside this context, even while
+    the run makes training steps. If one of these signals has already arrived, raises
+    KeyboardInterrupt at the beginning of the context."""
     _current.open_to(numbers)
     try:
         poll()
@@ -480,8 +480,8 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if a signal or --stop-after ends the run, and the run can still save its last
-    whole step."""
+    """Returns True if a signal or --stop-after ends the run, and the run can still save the state
+    after its last complete step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
@@ -504,8 +504,8 @@ def stopped_at(standing: Standing) -> None:
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Sets `ask`, the function that returns how far the run got. The main thread calls `ask` if the
-    process ends at once, for example after a second Ctrl-C."""
+    """Stores `ask`, a function that returns how far the run got. The main thread calls `ask` if it
+    ends the process at once, for example after a second Ctrl-C."""
     _current.stands = ask
 
 
@@ -527,8 +527,8 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Like asyncio.run, runs a coroutine until it ends, and leaves no task behind. Signals have the
-    same effect as in `run_on`."""
+    """Runs a coroutine in a new event loop until it ends, and ends all tasks that the coroutine
+    left, like asyncio.run. Signals have the same effect as in `run_on`."""
     loop = asyncio.new_event_loop()
     try:
         return run_on(loop, make)
@@ -563,8 +563,8 @@ def what_now(
     options: Sequence[str],
     ended: str | None = None,
 ) -> str:
-    """Formats two lines. The first line says where the run stopped, and the second line is the
-    command that continues the run.
+    """Returns a message of two lines for the user. The first line states after which step the run
+    stopped. The second line is the command that continues the run.
 
     Args:
         ended: how the run ended, in a few words. None: the signal or --stop-after ended the run.

@@ -1,18 +1,19 @@
-"""Measures the memory of processes, and keeps freed memory for reuse.
+"""Measures the memory of processes, keeps freed memory for reuse, and shortens garbage collections.
 
-`tree_pss_bytes` sums the memory of a run and its child processes, for the metric
+`tree_pss_bytes` sums the memory of the driver and all its child processes, for the metric
 memory/tree_pss_gb. The sum uses the proportional set size (Pss). If n processes share a page, such
 as a page of libtorch or of Ray's object store, the page counts as 1/n in the Pss of each process.
-The resident size of the n processes would count the page n times.
+The sum of the processes' resident sizes would count the page n times.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
-collector. A full collection in the middle of a step visits every object that is not hidden. Torch
-and transformers alone create a few hundred thousand objects. A rank that collects garbage delays
-all other ranks.
+collector. A full collection in the middle of a step visits every object that is not hidden. The
+libraries torch and transformers create a few hundred thousand such objects. While one rank collects
+garbage, all other ranks wait for it.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
-the memory. By default glibc returns freed memory to the kernel. At the next allocation, the kernel
-must zero every returned page. Zeroing the pages takes a tenth of a small model's step time.
+the memory. By default glibc returns freed memory to the kernel. When the process allocates memory
+again, the kernel fills every page with zeros. For a small model, this takes a tenth of the step
+time.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack
 
 
 def take_peak_bytes() -> int | None:
-    """Returns the peak of this process's memory since the last call, in bytes, and resets the peak.
+    """Returns the largest memory use of this process since the previous call, in bytes.
 
     On CUDA, the function returns the peak of torch's allocator. Without CUDA, the function returns
-    the peak of the resident size. A page that is shared with other processes counts in full.
-    Returns None if the kernel does not report the peak of the resident size. Only Linux reports
-    this peak.
+    the peak of the resident size. This size counts pages fully even if the process shares them with
+    other processes. Returns None if the kernel does not report the peak of the resident size. Only
+    Linux reports this peak.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
@@ -77,15 +78,16 @@ def keep_freed() -> None:
 
 
 def freeze() -> None:
-    """Excludes all current objects from future garbage collections. Collects garbage first, because
-    the collector never frees a frozen object."""
+    """Excludes all objects that exist now from later garbage collections. Collects garbage first,
+    because the collector never frees an excluded object."""
     gc.collect()
     gc.freeze()
 
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Undoes any `freeze` when the context exits, because the process may outlive the run."""
+    """Undoes the effect of `freeze` at the end of the context, because the process may continue
+    after the run."""
     try:
         yield
     finally:
@@ -97,7 +99,7 @@ def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> in
     does not report the Pss. Only Linux reports the Pss.
 
     Ray's local head, raylet and actors are descendants of the driver that called ray.init(). A
-    process counts as 0 if it ends while its memory is read, or if it belongs to another user.
+    process counts as 0 bytes if it ends while its memory is read, or if it belongs to another user.
 
     Args:
         pid: root of the tree; default this process.

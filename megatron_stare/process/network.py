@@ -1,4 +1,5 @@
-"""Finds interface addresses, free ports and listeners on a machine."""
+"""Finds the addresses of network interfaces and free ports on this machine, and checks whether a
+program listens at an address."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def interface_of(address: str) -> str | None:
 
 
 def require_own_address(host: str, where: str) -> None:
-    """Raises ConfigError if this machine does not have the address `host`. `where` is the setting
-    that the error message names."""
+    """Raises ConfigError if `host` is not an address of this machine. `where` is the name of the
+    setting, for the error message."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -81,9 +82,9 @@ def free_port(host: str, ports: Sequence[int]) -> int:
 
 
 def reserve_port(host: str, ports: Sequence[int]) -> int:
-    """Returns a free port as `free_port` does, and keeps the port bound, so that no other program
-    can take the port. The port stays bound until `reserved` returns the socket to a caller, or
-    until this process reserves another port."""
+    """Works like `free_port`, but also binds a socket to the returned port, so that no other
+    program can take the port. The port stays bound until `reserved` returns the socket to a caller,
+    or until this process reserves another port."""
     held = _bound(host, ports)
     port: int = held.getsockname()[1]
     _reserved[:] = [(f"{host}:{port}", held)]  # an earlier one closes
@@ -91,9 +92,9 @@ def reserve_port(host: str, ports: Sequence[int]) -> int:
 
 
 def reserved(address: str) -> socket.socket | None:
-    """Returns the bound socket of a host:port that this process reserved, or None if this process
-    did not reserve this host:port. The caller owns the returned socket. If this process reserved a
-    different host:port, releases the reserved port."""
+    """Returns the bound socket of `address`, a host:port that this process reserved with
+    `reserve_port`. The caller then owns the socket. If this process did not reserve `address`,
+    returns None and releases the port that it reserved, if any."""
     found = [held for kept, held in _reserved if kept == address]
     _reserved.clear()
     return found[0] if found else None
@@ -158,8 +159,8 @@ class Listener:
         self._there = time.monotonic()  # last time that it was reachable
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
-        """Tries to connect to the listener. Returns the reason if the connection fails, and None if
-        it succeeds."""
+        """Tries to connect to the listener. Returns None if the connection succeeds, and the error
+        if it fails."""
         reason: Exception | None = None
         for host in self._hosts:
             try:

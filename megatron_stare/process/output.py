@@ -1,4 +1,4 @@
-"""Keeps the output of a run's workers in files beside the run's other results.
+"""Writes the output of a run's workers to files in the run directory.
 
 Ray keeps its own output files in each node's /tmp, and these files vanish with the node. The driver
 therefore chooses a folder in the run directory, and passes the path of this folder to the workers
@@ -69,8 +69,8 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the last part of the log `said` to the output file of `role`, if there is an output
-    folder."""
+    """Appends the last part of `said`, the log of a server, to the output file of the worker
+    `role`. Does nothing if there is no output folder."""
     if (file := _file(role)) is not None:
         with contextlib.suppress(OSError), file.open("ab") as log:
             log.write(said.encode(errors="replace")[-TAIL_BYTES:])

@@ -41,10 +41,10 @@ class Attempts:
     """Counts the restarts of one run within one process.
 
     A run can restart only if fewer than `attempts` of its earlier restarts count. A restart stops
-    counting when the run is `window_steps` steps beyond the furthest step that the run had reached
-    before this restart. Repeated steps are not progress. A run that always dies before its next
-    checkpoint only repeats steps. All restarts of this run count, so the run is given up after
-    `attempts` restarts.
+    counting when the run is `window_steps` steps beyond the furthest step that it had reached
+    before this restart. Steps that only repeat earlier steps are therefore no progress. If a run
+    always dies before its next checkpoint, it only repeats steps, so all its restarts count, and no
+    further restart follows after `attempts` restarts.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -73,7 +73,8 @@ class Attempts:
 
 
 def note_restart(run_dir: Path, by: str, why: str, step: int, wait_s: float) -> None:
-    """Adds a line to the run's restarts.jsonl. The line is in the file before the call returns.
+    """Adds a line to the run's restarts.jsonl. The function returns only when the line is in the
+    file.
 
     Args:
         by: driver or supervisor.

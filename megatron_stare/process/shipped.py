@@ -32,9 +32,10 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns the path of a config. A relative `path` is relative to the folder `beside`. If the
-    folder `beside` contains no file `path`, but there is a shipped config `path`, returns the
-    shipped config. The path of a shipped config may omit the leading `configs/`."""
+    """Returns the path of a config file. First looks for `path` in the folder `beside`. If this
+    folder contains no such file, looks for a shipped config with this path. If there is no such
+    config either, returns the path in `beside`. The path of a shipped config may omit the leading
+    `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()
@@ -44,7 +45,7 @@ def find_config(path: str | Path, beside: str | Path = ".") -> Path:
 
 
 def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
-    """Makes the paths in a shipped config absolute if they lead to shipped files. Does not change a
+    """Changes the paths of shipped files in a shipped config to absolute paths. Does not change a
     user's config.
 
     Args:

@@ -1,4 +1,5 @@
-"""Prints a line to stderr before a start-up stage that takes seconds.
+"""Prints a line to stderr before each part of the start-up that takes seconds, so that the user
+sees that the process works.
 
 Nothing is printed to stdout, because programs parse stdout.
 """
@@ -22,7 +23,8 @@ def say_loading(*, always: bool = False) -> None:
 
 
 def unsaid(text: str) -> Any:
-    """Ignores a line instead of printing it. Used in place of `say` if no output is wanted."""
+    """Does nothing with the line `text`. Callers pass this function in place of `say` if they want
+    no output."""
 
 
 def counted(number: int, what: str) -> str:

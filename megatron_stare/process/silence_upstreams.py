@@ -1,5 +1,5 @@
-"""Silences harmless messages that upstream packages print at import and in normal use. No other
-module silences messages."""
+"""Silences harmless messages that upstream packages print when they are imported and in normal use.
+No other module silences messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quiet_upstreams() -> None:
 
     When megatron-core is imported, it warns about missing CUDA libraries. In use, megatron-core
     warns about operations that would be faster with the missing libraries. The transformers library
-    draws progress bars even for files that load instantly.
+    shows progress bars even for files that load instantly.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -1,18 +1,20 @@
-"""Ensures that a single thread makes a process's first vector-maths call into MKL.
+"""Ensures that only one thread of a process calls MKL's vector maths when the process calls it for
+the first time.
 
-For contiguous tensors, ATen passes `cos`, `exp`, `log` and similar functions to MKL, one chunk per
-thread. MKL 2024.2, which torch 2.13.0 contains, chooses its kernels during a process's first call
-and takes no lock. If one thread reads MKL's choice while another thread is still writing this
-choice, the reading thread silently uses the AVX2 low-accuracy kernel for one chunk. An error of
-1.5e-4 in RoPE's first `cos` becomes an error of 1e-3 nats in a log-prob. An engine that caches its
-cosines keeps this error. See https://github.com/pytorch/pytorch/issues/188792
+For a contiguous tensor, ATen computes `cos`, `exp`, `log` and similar functions by calling MKL from
+several threads, each for one chunk of the tensor. MKL 2024.2, which torch 2.13.0 contains, chooses
+its kernels during a process's first call, and does not protect this choice by a lock. A thread that
+reads the choice while another thread is still writing it silently uses the AVX2 low-accuracy kernel
+for one chunk. An error of 1.5e-4 in RoPE's first `cos` becomes an error of 1e-3 nats in a log-prob.
+An engine that caches its cosines keeps this error. See
+https://github.com/pytorch/pytorch/issues/188792
 
 The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) call `settle` on import,
 before any of their code runs. In trainer ranks, engines, tools, benchmarks, and servers that load
 this project's plug-in, MKL's choice of kernels is therefore fixed before torch starts a thread. MKL
 keeps the choice of kernels in the process's memory. A forked child inherits the choice. A spawned
-child imports the package, and the import calls `settle`. A second call of `settle` costs
-microseconds.
+child imports the package, and the import calls `settle`. Further calls of `settle` in the same
+process cost microseconds.
 
 Remove this module when torch's wheels contain oneMKL 2025.0 or newer, or when this project pins a
 torch release that closes issue 188792.

@@ -1,10 +1,11 @@
-"""Identifies the code and the platform of a run: releases of packages, commit and digest of this
-package, and the device.
+"""Identifies the code and the device of a run, by the releases of packages, the commit and the
+digest of this package, and the name of the device.
 
-Without compiled functions, two runs compute bit-equal numbers if their parallel layouts are the
-same and their results of `computes_on` are equal. Rounding depends only on the layout and on the
-items that `computes_on` returns. Torch is imported only inside functions, because the command
-`doctor` may run in an environment without torch.
+If a run does not compile functions with torch.compile, its rounding depends only on its parallel
+layout and on the items that `computes_on` returns. Two such runs with the same settings therefore
+compute bit-equal numbers if their layouts are the same and `computes_on` returns the same text for
+both. Torch is imported only inside functions, because the command `doctor` may run in an
+environment without torch.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _TIMEOUT_S = 5.0  # git on a hanging disk must not block a run
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the installed release of each given package, by the package's name. Packages that are
-    not installed are left out."""
+    """Returns a dict from the names of the given packages to their installed releases. Packages
+    that are not installed are left out."""
     found = {}
     for name in packages:
         try:
@@ -43,7 +44,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Returns the SHA-256 of this package's modules, as they were at the first call."""
+    """Returns the SHA-256 of this package's Python files. The files are read only at the first call
+    in a process."""
     package, digest = Path(megatron_stare.__file__).parent, hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())

@@ -1,2 +1,2 @@
-"""Defines the records that travel between tasks, rollouts, rewards and training. Records store
-per-token values in flat columns, never in Python lists."""
+"""Defines the records that tasks, rollouts, rewards and training exchange. A record stores
+per-token values in flat tensors, never in Python lists."""

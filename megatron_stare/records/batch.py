@@ -1,4 +1,4 @@
-"""Defines prompts, the batch of response tokens that a method works on, and the plan of
+"""Defines prompts, the batch of response tokens on which a method computes, and the plan of
 micro-batches. Torch is the only library that this module imports.
 
 Shape legend: B samples of a rollout batch in canonical order (by prompt cursor, then by sample
@@ -54,8 +54,8 @@ class Demonstration(Prompt):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings of an engine. Every field is sent to the engine explicitly. `seed`
-    determines the sampling noise (rollout/engines/sampling.py)."""
+    """Sampling settings of an engine. Every field is sent to the engine, even if the field has its
+    default value. `seed` determines the sampling noise (rollout/engines/sampling.py)."""
 
     temperature: float
     max_new_tokens: int
@@ -87,12 +87,13 @@ _WHOLE_BATCH = frozenset(
 
 @dataclass
 class TokenBatch:
-    """Response positions that a method works on. Each column ([N]) concatenates the positions of
-    all responses of a rollout batch, a mini-batch or a micro-batch.
+    """Response tokens on which a method computes. Each column is a tensor [N] that concatenates the
+    tokens of all responses of a rollout batch, a mini-batch or a micro-batch.
 
     In the training pass, `log_prob` and `current_entropy` carry a gradient. All other columns are
-    detached. `index` numbers the response positions in the canonical order of the whole batch.
-    Because ties are broken by `index`, the result is the same in every layout.
+    detached. `index` numbers the response positions in the canonical order of the whole batch. If
+    two tokens have equal values, a selection prefers the token with the lower `index`, so the
+    result is the same in every layout.
     """
 
     log_prob: Tensor  # [N] under the current policy, nats
@@ -131,8 +132,9 @@ class TokenBatch:
 
     @property
     def in_baseline(self) -> Tensor:
-        """[N] bool: True for the positions of responses whose rewards enter the baseline. Truncated
-        responses without loss (`truncated: mask`) are in this mask but not in `loss_mask`."""
+        """[N] bool: True for the positions of responses whose rewards enter the baseline of the
+        advantages. With `truncated: mask`, truncated responses carry no loss; they are in this
+        mask, but not in `loss_mask`."""
         return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property
@@ -143,15 +145,15 @@ class TokenBatch:
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] detached log-prob by which a method selects tokens. A micro-batch uses the same
-        values from which the statistics of the whole batch were computed."""
+        """[N] log-probs by which a method selects tokens, detached. The statistics of the whole
+        batch are computed from the same values, so that selections and statistics agree."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] detached entropy in nats by which a method selects tokens. The entropy normally comes
-        from the same policy as the log-probs in `selected_by`. If `selected_by` contains an
+        """[N] entropies, in nats, by which a method selects tokens, detached. The entropy normally
+        comes from the same policy as the log-probs in `selected_by`. If `selected_by` contains an
         engine's log-probs, the entropy comes from the log-prob pass, because engines return no
         entropies."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
@@ -174,11 +176,11 @@ class MicroBatchPlan:
     `ranks[dp_rank][micro_batch]` lists the branches of one micro-batch. Most samples have one
     branch (rollout_batch.Branches).
 
-    The log-prob pass and training share one plan, so on-policy ratios are exactly 1. Every rank has
-    the same number of micro-batches. An empty micro-batch is a dummy whose loss has coefficient 0.
-    The micro-batches of a mini-batch (the batch of one optimizer step) are consecutive. `sizes`
-    contains the number of micro-batches of each mini-batch. If `sizes` is empty, all micro-batches
-    form one mini-batch.
+    The log-prob pass and the training pass use the same plan, so on-policy ratios are exactly 1.
+    Every rank has the same number of micro-batches. If a rank needs fewer micro-batches than
+    another rank, empty micro-batches are added, whose loss has coefficient 0. The micro-batches of
+    a mini-batch (the batch of one optimizer step) are consecutive. `sizes` contains the number of
+    micro-batches of each mini-batch. If `sizes` is empty, all micro-batches form one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -190,8 +192,8 @@ class MicroBatchPlan:
 
     @property
     def mini_batches(self) -> list[slice]:
-        """Returns one slice for each mini-batch. The slice selects the micro-batches of the
-        mini-batch."""
+        """One slice for each mini-batch, which selects the mini-batch's micro-batches from a rank's
+        list of micro-batches."""
         sizes = self.sizes or (self.micro_batches,)
         return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 

@@ -1,8 +1,9 @@
 """Defines a method's requests for statistics of the whole batch, and the answers to these requests.
 Torch is the only library that this module imports.
 
-A method names its requests. `ops/statistics_executor.py` computes the answers over the right
-process groups. In every layout, a method's statistics are therefore exact for the whole batch.
+A method gives each request a name. `ops/statistics_executor.py` computes the answers over all ranks
+that hold tokens of the batch. A method's statistics therefore cover the whole batch exactly, in
+every parallel layout.
 
 Shape legend: N response positions held by this rank.
 """
@@ -20,8 +21,8 @@ Interpolation = Literal["linear", "lower", "higher", "nearest"]
 
 @dataclass(frozen=True)
 class TopK:
-    """Request for the k positions in `mask` with the largest `key`. If two keys are equal, the
-    position with the lower index is preferred.
+    """Request for the k positions with the largest `key` among the positions in `mask`. If two keys
+    are equal, the position with the lower `index` is preferred.
 
     Here n is the number of positions where `mask` is True. If `count` is given, k is min(n, count).
     Otherwise k is top_k_count(n, share).
@@ -39,11 +40,11 @@ class Quantile:
     """Request for the q-quantile of `x`, converted to float32, over the positions in `mask`. The
     quantile is NaN if no position is in `mask`.
 
-    The quantile is at position (n - 1) q of the n sorted values. If the quantile's position is
-    between two values, `interpolation` determines the quantile in the same way as in numpy. The
-    interpolation 'nearest' rounds a position halfway between two values to the even position.
+    The quantile is at position (n - 1) q of the n sorted values, counted from 0. If this position
+    is not an integer, `interpolation` determines the quantile in the same way as in numpy. The
+    interpolation 'nearest' rounds a position halfway between two integers to the even integer.
     Callers must convert `x` to float32 before they compare `x` with the quantile. Without the
-    conversion, the value at the quantile's own position can be smaller than the quantile.
+    conversion, even the value from which the quantile was taken can be smaller than the quantile.
     """
 
     x: Tensor  # [N]
@@ -54,8 +55,8 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """Request for the float64 sum of `x` over the positions in `mask`, separately for each of
-    `number` segments. The sum of a segment without positions in `mask` is 0."""
+    """Request for `number` sums of `x` in float64, one for each segment. A sum covers the segment's
+    positions in `mask`. The sum of a segment without positions in `mask` is 0."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)
@@ -101,8 +102,8 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer to a TopK. The selected positions are all positions in the mask whose ordering key is
-    at least `key`. All tensors are 0-dim and stay on the device."""
+    """Answer to a TopK. The TopK selects all positions in its mask whose ordering key (see
+    `ordering_key`) is at least `key`. All tensors are 0-dim and stay on the device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
     k: Tensor  # int64, number of selected positions
@@ -132,13 +133,12 @@ def tensor(statistics: Statistics, name: str) -> Tensor:
 
 
 def ordering_key(x: Tensor, index: Tensor) -> Tensor:
-    """[N] int64 key ordered by (x ascending, index descending). The keys are unique if the indices
-    are unique.
+    """Returns int64 keys [N] that sort like `x`. If two values of `x` are equal, the value with the
+    lower index has the larger key. The keys are unique if the indices are unique.
 
-    The high 32 bits contain the float32 value of `x` as an integer that sorts in the same order. To
-    keep the order of `x`, all bits of a negative number except the sign bit are complemented. The
-    low 32 bits contain the complement of `index`. If two values of `x` are equal, the value with
-    the lower index therefore has the larger key.
+    The high 32 bits of a key contain the bits of the float32 value of `x`. For a negative value,
+    all of these bits except the sign bit are complemented, so that the keys sort in the right
+    order. The low 32 bits contain the complement of `index`.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
     # int32 values in the order of the floats
@@ -161,8 +161,8 @@ def value_of_key(key: Tensor) -> Tensor:
 
 
 def top_k_count(n: Tensor, share: float) -> Tensor:
-    """Returns the number k of positions to select. The number k is 0 if n = 0 or share <= 0.
-    Otherwise k is min(n, max(1, int(n share + 0.999999))), which rounds n share up but ignores
+    """Returns how many of n positions to select. The number is 0 if n = 0 or share <= 0. Otherwise
+    it is min(n, max(1, int(n share + 0.999999))): n times share, rounded up without regard to
     floating-point noise.
 
     Source: STARE's released code (arXiv 2606.19236).

@@ -38,15 +38,16 @@ class LogProbDifference:
     """Summary of the differences "log-prob of the engine minus log-prob of the trainer", in nats,
     over all tokens in a batch's loss mask.
 
-    `everywhere`: differences of all tokens. A token that no rank compared counts as a NaN
-        difference.
+    `everywhere`: differences of all tokens. If no rank has compared a token, the token's difference
+        is NaN.
     `lowest`: the smallest signed difference; NaN if any difference is NaN.
     `quantiles`: quantiles of the absolute differences, by name.
-    `from_position`: differences for each range of positions. The key is the first position of the
-        range. Ranges without tokens are left out.
-    `of_version`: differences for each weight version that sampled tokens. The key is the version.
-    `longest`: differences of the tokens of the longest response. If several responses have the
-        greatest length, the first of these responses in the batch is used.
+    `from_position`: differences of the tokens in each range of positions in the response. The key
+        is the first position of the range. Ranges without tokens are left out.
+    `of_version`: differences of the tokens that were sampled with each weight version. The key is
+        the version.
+    `longest`: differences of the tokens in the longest response. If several responses are equally
+        long, the earliest one in the batch is used.
     `likely`: differences of tokens to which the trainer gives a probability of at least 1/1000.
     `unlikely`: differences of tokens to which the trainer gives a probability below 1/1000.
     """

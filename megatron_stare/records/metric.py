@@ -1,5 +1,5 @@
-"""Describes a logged metric. The file that logs a metric describes the metric in METRICS. These
-descriptions are collected by tools/make_metric_docs.py."""
+"""Describes a logged metric. A module that logs metrics describes them in its constant METRICS.
+tools/make_metric_docs.py collects the descriptions of all modules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Metric:
     `name`: the metric's name in the log. At the end of a name, `<n>` stands for a number and
         `<tool>` for the name of a tool.
     `unit`: the metric's unit: nats, tokens, share (0 to 1), 0 or 1, ...
-    `meaning`: the measured quantity, and the tokens, samples or steps over which the quantity is
-        measured.
+    `meaning`: the quantity that the metric measures, and the tokens, samples or steps that it
+        covers.
     `healthy`: the range of values or the trend in a healthy run, and what a deviation indicates.
     """
 

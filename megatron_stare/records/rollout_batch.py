@@ -1,8 +1,9 @@
-"""Defines a flat batch of all trajectories of one step, and the share of this batch for one
-data-parallel rank. Torch is the only library that this module imports.
+"""Defines `RolloutBatch`, the trajectories of one step as flat tensors, and `RankShare`, the part
+of this batch that one data-parallel rank receives. Torch is the only library that this module
+imports.
 
 A sample is a response. A sample has one or several branches, and each branch has its own context
-(trajectory.Branch). The model processes branches. Methods count samples.
+(trajectory.Branch). The model processes each branch as one sequence, while methods count samples.
 
 Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
@@ -42,7 +43,7 @@ class Branches:
 
     @property
     def starts(self) -> Tensor:
-        """[S] int64 index of each branch's first token in its sample's response."""
+        """[S] int64: for each branch, the index of its first token in the sample's response."""
         before = self.responses.cumsum(0) - self.responses
         return before - before[self.first][self.samples]
 
@@ -100,8 +101,8 @@ class _Columns:
 
     @property
     def weight_versions(self) -> Tensor:
-        """[N] int64 weight version of every token, expanded from `run_versions` and `run_lengths`.
-        Use this property only for small batches."""
+        """[N] int64 weight version of every token, computed from `run_versions` and `run_lengths`.
+        The tensor is large, so use this property only for small batches."""
         return torch.repeat_interleave(self.run_versions, self.run_lengths)
 
 
@@ -155,8 +156,8 @@ class RolloutBatch(_Columns):
         order.
 
         The share contains copies instead of views, because serialising a view would serialise the
-        view's whole tensor. If the rank has all branches, nothing is copied and the RankShare uses
-        the batch's own columns.
+        whole tensor behind it. If the rank has all branches, nothing is copied and the RankShare
+        uses the batch's own columns.
         """
         (share,) = self.shares([branches])
         return share
@@ -193,8 +194,8 @@ class RolloutBatch(_Columns):
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
-        """Returns, for every column that can have several entries per branch, the entries of
-        `branches`."""
+        """Returns the entries of `branches` in the columns with one entry per token or per run of
+        tokens. The keys are the columns' names."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
@@ -211,9 +212,9 @@ class RolloutBatch(_Columns):
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
-        """Builds the batch. The trajectories are sorted into canonical order and concatenated. The
-        column of routed experts is by far the largest column. The batch therefore takes over the
-        routed experts and removes them from the trajectories.
+        """Builds a batch. The trajectories are sorted into canonical order and concatenated. The
+        routed experts, by far the largest column, are moved into the batch and removed from the
+        trajectories.
 
         Raises:
             DataError: the columns of a trajectory have different lengths, its branches are not in
@@ -276,9 +277,9 @@ class RolloutBatch(_Columns):
 class RankShare(_Columns):
     """Share of a rollout batch for one data-parallel rank.
 
-    Columns with one entry per token contain only the rank's own branches. Columns with one number
-    per sample or per branch cover the whole batch, because counts, prompt groups and canonical
-    indices refer to the whole batch.
+    Columns with one entry per token contain only the tokens of the rank's own branches. Columns
+    with one entry per sample or per branch cover the whole batch, because the rank needs them for
+    counts, prompt groups and canonical indices.
     """
 
     own: Tensor  # [s] int64, ascending, numbers of the rank's own branches among the S
@@ -301,9 +302,9 @@ class RankShare(_Columns):
     branched: Branches | None = None  # None: every sample is one branch, after its prompt
 
     def starts(self, lengths: Tensor) -> Tensor:
-        """[S] int64 index at which each of the rank's branches starts in a column of this share.
-        The index is 0 for branches of other ranks. `lengths` [S] contains the number of entries of
-        each branch in this column."""
+        """[S] int64: for each of the rank's branches, the index of its first entry in a column of
+        this share; 0 for branches of other ranks. `lengths` [S] contains, for each branch, its
+        number of entries in this column."""
         own = lengths[self.own]
         return torch.zeros_like(lengths).index_copy_(0, self.own, own.cumsum(0) - own)
 
@@ -339,7 +340,7 @@ def _laid_out(
 
 
 def _taken(column: Tensor, lengths: list[int], branches: Sequence[int]) -> Tensor:
-    """Returns the entries that the given branches have in a flat column, concatenated."""
+    """Selects the entries of the given branches from a flat column, and concatenates them."""
     if len(branches) == len(lengths):
         return column
     ends = [0, *accumulate(lengths)]

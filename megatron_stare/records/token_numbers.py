@@ -1,5 +1,5 @@
-"""Defines per-token values that the trainer computes for a few responses. The per-token values are
-shown to people who read the responses. Torch is the only library that this module imports.
+"""Defines `TokenNumbers`, per-token values that the trainer computes for a few responses, so that
+people who read these responses see the values. Torch is the only library that this module imports.
 
 Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
 (`megatron/step/diagnostics.py`). The TokenNumbers of one rank is called a part. The driver joins
@@ -21,10 +21,10 @@ from torch import Tensor
 class TokenNumbers:
     """Values that the trainer computed for the loss-mask tokens.
 
-    In the part that one rank makes, `sample` and `position` locate each row's token in the rollout
-    batch. In the TokenNumbers of a trajectory, every column has a row for each of the trajectory's
-    n tokens. For tokens outside the loss mask, float columns contain NaN, and integer columns
-    except `sample` and `position` contain 0.
+    In the part that one rank makes, each row describes one token, and the columns `sample` and
+    `position` say which token of the rollout batch it is. In the TokenNumbers of a trajectory,
+    every column has a row for each of the trajectory's n tokens. For tokens outside the loss mask,
+    float columns contain NaN, and integer columns except `sample` and `position` contain 0.
     """
 
     sample: Tensor  # [m] int64, of the whole batch
@@ -46,7 +46,8 @@ class TokenNumbers:
 def of_responses(
     parts: Sequence[TokenNumbers], loss_masks: Mapping[int, Tensor]
 ) -> dict[int, TokenNumbers]:
-    """Joins the parts of all ranks. Returns the values of whole responses, by sample.
+    """Joins the parts of all ranks. Returns one TokenNumbers per response, keyed by the sample's
+    index in the batch.
 
     Args:
         loss_masks: [n] bool loss mask of each requested sample.
@@ -73,9 +74,9 @@ def of_responses(
 
 
 def spread(size: int, limit: int) -> list[int]:
-    """Picks up to `limit` of `size` samples at even spacing, so that the picked samples come from
-    as many prompts as possible. The first `limit` samples of a batch would come from few
-    prompts."""
+    """Picks at most `limit` of `size` samples, at even distances, so that they come from as many
+    prompts as possible. The first `limit` samples of a batch would come from few prompts. Returns
+    the indices of the picked samples."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

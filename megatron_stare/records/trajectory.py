@@ -1,5 +1,5 @@
-"""Defines `Trajectory`, one response to one prompt in one or more turns, stored as columns. The
-only third-party imports are numpy and torch.
+"""Defines `Trajectory`, a response to a prompt in one or more turns, whose per-token values are
+stored in columns. The only third-party imports are numpy and torch.
 
 Shape legend: n tokens of the response; L layers; K experts to which a mixture of experts routes a
 token. Each token of a response was either sampled by an engine or inserted by an environment.
@@ -30,8 +30,8 @@ NOT_SAMPLED = -1  # weight version of tokens that an environment wrote
 
 @dataclass(frozen=True)
 class Branch:
-    """Any branch of a response except the first branch. The tokens of the branch follow the
-    branch's own context.
+    """A branch of a response: a part of the response's tokens, preceded by a context of its own.
+    The first branch, whose context is the prompt, has no `Branch` object.
 
     A response has several branches if its environment rewrites the history, or lets the policy act
     as several agents. Each token of a response belongs to exactly one branch, and was sampled after
@@ -48,7 +48,7 @@ class Trajectory:
     """Response that an environment produced for a prompt, and the reward of this response.
 
     The environment sets loss_mask, which marks the tokens that carry loss. The loss, the quantiles,
-    the gate, the counts and the forecast use only the tokens that loss_mask marks.
+    the gate, the counts and the forecast use only these tokens.
     """
 
     prompt: Prompt
@@ -102,9 +102,9 @@ class Trajectory:
 
     @property
     def judged(self) -> bool:
-        """Tells whether the trajectory has a reward that can be compared with other rewards. If the
-        verifier runs in a local process and times out, the reward is 0. If the verifier is a server
-        and times out, there is no reward."""
+        """Returns True if the trajectory has a reward that the method can use. If a verifier in a
+        local process times out, the reward is 0. If a verifier behind HTTP times out, there is no
+        reward."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property
@@ -113,7 +113,8 @@ class Trajectory:
 
 
 def runs_between(versions: VersionRuns, start: int, end: int) -> VersionRuns:
-    """Returns the (version, length) runs of the tokens from `start` to `end`, excluding `end`."""
+    """Returns the part of `versions` that covers the tokens from `start` to `end`, excluding
+    `end`."""
     ends = list(accumulate(length for _, length in versions))
     cut = (
         (version, min(last, end) - max(last - length, start))
@@ -170,8 +171,8 @@ def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) ->
 
 
 def unknown(dtype: torch.dtype) -> int:
-    """Returns the number that stands for an unknown expert; no expert has this number. If an expert
-    is unknown, the trainer's router chooses the expert."""
+    """Returns the number that stands for an unknown expert; no expert has this number. Where the
+    engine's expert is unknown, the trainer's router chooses an expert."""
     return torch.iinfo(dtype).max
 
 

@@ -1,4 +1,4 @@
-"""Defines the result of an optimizer step, and combines the metrics of all optimizer steps on one
+"""Defines the result of an optimizer step (an update). Combines the metrics of all updates on one
 rollout batch into the metrics of the training step."""
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ COUNTS = ("tokens", "selected")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Result of one optimizer step. Contains the metrics of this optimizer step, and the method's
-    state for the start of the next training step."""
+    """Result of one optimizer step. Contains the metrics of this optimizer step, and the state with
+    which the method begins the next training step."""
 
     metrics: dict[str, float]
     state: dict[str, float]
 
     @property
     def finite(self) -> bool:
-        """Tells whether the gradient was finite. If the gradient was not finite, no optimizer step
-        was taken."""
+        """Returns True if the gradient was finite. Otherwise no optimizer step was taken."""
         return bool(self.metrics["update/finite"])
 
     @property
@@ -97,13 +96,12 @@ class UpdateResult:
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """Combines the metrics of a training step's updates into the metrics of the training step.
-    `updates` lists the updates in the order of execution.
+    `updates` contains the updates in the order in which they were made.
 
-    For a metric that is a maximum, the result is the maximum over the updates. Counts of tokens are
-    summed. Any other metric is averaged over the updates that report the metric. Only the first
-    update reports the metrics of the rollout batch. If at least one other update reports the
-    metric, an average leaves out updates on empty mini-batches and updates whose scaled gradient
-    overflowed.
+    If a metric is a maximum, the result is the maximum over the updates. Counts of tokens are
+    summed. Any other metric is averaged over the updates that report it. The average leaves out
+    updates on empty mini-batches and updates whose scaled gradient overflowed, unless only such
+    updates report the metric. Only the first update reports the metrics of the rollout batch.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite
@@ -138,9 +136,9 @@ def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
     """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
-    is the number of consecutive non-finite updates before the training step. Empty mini-batches and
-    overflows neither increase nor reset the number of non-finite updates. An empty mini-batch has
-    no gradient, and an overflow only requires a smaller loss scale.
+    is the number of consecutive non-finite updates before the training step. Updates on empty
+    mini-batches and updates whose scaled gradient overflowed do not change this number, because an
+    empty mini-batch has no gradient, and an overflow only requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

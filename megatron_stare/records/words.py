@@ -1,7 +1,8 @@
-"""Counts whole words in responses and ignores case. Pure.
+"""Finds and counts whole words in responses, without regard to case. Pure.
 
-`finder` finds the words that the configuration names. `reflection_counts` counts words by category
-for an evaluation. `tokens_by_category` finds the tokens of every category.
+`finder` finds the words in the configuration's list. `reflection_counts` counts, for an evaluation,
+the words of each category. `tokens_by_category` finds the tokens that belong to words of each
+category.
 """
 
 from __future__ import annotations
@@ -176,15 +177,15 @@ def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
 
 
 def reflection_counts(text: str) -> dict[str, int]:
-    """Counts how many words of a text belong to each category of BEHAVIOURS. Every category is a
-    key of the result."""
+    """Counts how many words of a text belong to each category of BEHAVIOURS. Returns the counts by
+    category, including counts of 0."""
     found = Counter(_BEHAVIOUR[word] for word in _behaviours_in(text))
     return {category: found[category] for category in BEHAVIOURS}
 
 
 def tokens_by_category(pieces: Sequence[str]) -> dict[str, set[int]]:
     """Returns the indices of the tokens that belong to each category of CATEGORIES. A token belongs
-    to a category if the token holds at least one character of a word from the category.
+    to a category if at least one of its characters is part of a word from the category.
 
     Args:
         pieces: the text of each token of a response.

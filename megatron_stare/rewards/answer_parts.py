@@ -1,6 +1,6 @@
-r"""Parses mathematical answers. Recognises non-ASCII characters, names, equations, lists, tuples,
-sets, intervals, times of day, and statements such as 'no solution'. Imports the standard library
-only."""
+r"""Parses mathematical answers. Converts non-ASCII characters. Recognises names, equations, lists,
+tuples, sets, intervals, times of day, and statements such as 'no solution'. Imports the standard
+library only."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def _root(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """Converts a repeating decimal to a fraction; accepts 0.1\\overline{6} and
-    0.\\dot{1}2\\dot{3}."""
+    """Converts a repeating decimal, such as 0.1\\overline{6} or 0.\\dot{1}2\\dot{3}, to a
+    fraction."""
     whole, before, again = found[1] or "0", found[2], found[3]
     if found[5]:
         again += (found[4] or "") + found[5]
@@ -205,8 +205,8 @@ def clock(text: str) -> Clock | None:
 
 
 def sides(text: str) -> list[str]:
-    """Splits an equation or a chain of equations, such as a = b = c, into its sides. A text without
-    an equals sign outside brackets is returned as one side."""
+    """Splits an equation or a chain of equations, such as a = b = c, into its sides. If a text has
+    no equals sign outside brackets, the whole text is returned as one side."""
     return [part.strip() for part in split(text, ("=",))]
 
 
@@ -228,8 +228,8 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str, marks: tuple[str, ...]) -> list[str]:
-    """Splits a text wherever one of `marks` occurs outside brackets. If '=' is a mark, the text is
-    not split at the '=' in <=, >= and !=."""
+    """Splits a text wherever one of `marks` occurs outside brackets. If '=' is one of `marks`, the
+    text is nevertheless not split at the signs <=, >= and !=."""
     found, depth, start, at = [], 0, 0, 0
     while at < len(text):
         if text[at] == "\\" and text[at + 1 : at + 2] in ("{", "}"):

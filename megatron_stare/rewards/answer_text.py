@@ -1,6 +1,6 @@
 r"""Normalises the notation of mathematical answers. Removes LaTeX that does not change the meaning
-of an answer. Detects notation that changes the meaning but is ignored by math-verify. Imports the
-standard library only."""
+of an answer. Detects notation that changes the meaning of an answer although math-verify ignores
+it. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def bare(text: str) -> str:
-    r"""Removes decoration from an answer. Decoration means dollar signs, spacing, fonts, colours,
-    labels, check marks, a modulus such as \pmod{7}, the letter of a choice before its value, as in
-    (B) 12, and a full stop at the end. Also rewrites numbers such as 1e5 as powers of ten."""
+    r"""Removes decoration from an answer. Decoration is: dollar signs, spacing, fonts, colours,
+    labels, check marks, and a full stop at the end. A modulus such as \pmod{7} is also decoration,
+    and so is the letter of a choice before its value, as in (B) 12. Also rewrites numbers such as
+    1e5 as powers of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
     text = _LABEL.sub("", text)
@@ -91,7 +92,7 @@ def plain(text: str) -> str:
 
 def tidy(text: str) -> str:
     """Reduces an answer in the same way as `plain`, but keeps the space between a LaTeX command and
-    a letter, so that the result is still valid LaTeX."""
+    a following letter. The result is therefore still valid LaTeX."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
@@ -134,16 +135,16 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two numbers. Two integers must be exactly equal. If one of the numbers is not an
-    integer, they may differ by at most 1e-6, or by at most 1e-6 |wanted| if |wanted| is below 1."""
+    """Compares two numbers. Two integers must be exactly equal. If at least one of the numbers is
+    not an integer, their difference may be at most 1e-6 times the smaller of 1 and |wanted|."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
 
 
 def intervals(text: str) -> str | None:
-    """Converts several inequalities that 'or' joins, such as 'x < -2 or x > 1', to a union of
-    intervals. Returns None for any other text."""
+    """Converts two or more inequalities that are joined by 'or', such as 'x < -2 or x > 1', to a
+    union of intervals. Returns None for any other text."""
     parts = [_interval(part) for part in _OR.split(re.sub(r"\s+|\\left|\\right", "", text))]
     return r"\cup".join(filter(None, parts)) if len(parts) > 1 and all(parts) else None
 
@@ -181,14 +182,14 @@ def one_value(text: str) -> bool:
 
 
 def hedges(text: str) -> bool:
-    r"""Returns True if an answer contains qualifying words, as in 3\text{ or 4}. math-verify can
-    mistake qualifying words for a unit."""
+    r"""Returns True if an answer contains qualifying words, such as 'or' in 3\text{ or 4}.
+    math-verify can mistake such words for a unit."""
     return bool(_HEDGE.search(text))
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Returns True if at least one of two answers is a time of day or a number with a base. A time
-    of day or a number with a base must be compared as text.
+    """Returns True if two answers must be compared as text, because at least one of them is a time
+    of day or a number with a base, such as 101_2.
 
     math-verify would treat numbers in different bases, and different times of day, as equal.
     """
@@ -204,8 +205,8 @@ def alike(wanted: str, given: str) -> bool:
 
 
 def ends_in_a_name(text: str) -> bool:
-    """Returns True if an answer ends in a letter that stands alone. The letter is then a variable,
-    not a unit: the t in 'cos 2t' does not mean tonne."""
+    """Returns True if the last letter of an answer has no other letter before it. The letter is
+    then a variable, not a unit: the t in 'cos 2t' does not mean tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 

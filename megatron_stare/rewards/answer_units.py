@@ -1,10 +1,11 @@
-r"""Handles units and words that follow a number. Decides which units are known, which two units
-agree, and which words change the number's value.
+r"""Handles the units and words that follow a number. Decides whether a word is a known unit,
+whether two units agree, and whether a word changes the number's value.
 
 An answer can have a known unit even if the reference has no unit. If answer and reference both have
-a unit, the units must be of the same kind, such as two lengths. If two units of the same kind
-differ, the number is converted. A word that changes the number, as in 7 million or 7 squared, is
-not a unit. A letter that is a variable, as in 7t, is not a unit. Imports the standard library only.
+a unit, the units must be of the same kind, such as two lengths. If the two units are of the same
+kind but differ, the answer's number is converted to the unit of the reference. A word that changes
+the number, as in 7 million or 7 squared, is not a unit. A letter that is a variable, as in 7t, is
+not a unit. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class Quantity:
     """A value as LaTeX text, and the unit of the value.
 
     `value`: LaTeX, without the unit.
-    `kind`: kind of the unit, such as length^2; None: no unit.
-    `size`: size of the unit, relative to the unit of the same kind that has size 1.
+    `kind`: kind of the unit, such as length^2; None if there is no unit.
+    `size`: size of the unit, in multiples of the kind's basic unit. For example, the basic unit of
+        lengths is the metre, so a kilometre has the size 1000.
     """
 
     value: str
@@ -180,8 +182,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _of_several(text: str) -> Quantity | None:
-    """Converts a value in several units of the same kind to the unit that is written last: 7 hours
-    30 minutes becomes 450 minutes. Returns None for any other text."""
+    """Converts a value in several units of the same kind to the last of these units: 7 hours 30
+    minutes becomes 450 minutes. Returns None for any other text."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:

@@ -2,12 +2,12 @@ r"""Implements DAPO's rule: compares the text after the last 'Answer:' of a resp
 reference.
 
 Answer and reference are normalised as in Minerva (Lewkowycz et al., arXiv 2206.14858, appendix
-D.1), with the lists of removed and replaced words from DAPO (arXiv 2503.14476). The normalised
-texts must be equal, character by character. Only the last 300 characters of a response count. This
-verifier rewards a right answer with 1 and a wrong answer with 0, but DAPO uses 1 and -1. Rewards of
-1 and 0 give the same advantages as rewards of 1 and -1. DAPO's rewards have twice the range, so any
-term that DAPO adds to the reward must be halved for this verifier. For the overlong punishment, set
-`overlong.factor: 0.5`. Runs in reward workers.
+D.1). The lists of words that are removed or replaced come from DAPO (arXiv 2503.14476). The
+normalised texts must be equal, character by character. Only the last 300 characters of a response
+count. This verifier rewards a right answer with 1 and a wrong answer with 0, but DAPO uses 1 and
+-1. Rewards of 1 and 0 give the same advantages as rewards of 1 and -1. DAPO's rewards have twice
+the range. Any term that DAPO adds to the reward must therefore be halved if this verifier is used.
+For the overlong punishment, set `overlong.factor: 0.5`. Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def normal_answer(response: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """Removes units, articles, fonts and spaces from an answer, and writes fractions, roots and
-    large integers in one notation."""
+    """Removes from an answer the text up to its last '=', and units, articles, fonts and spaces.
+    Writes fractions, roots and large integers in one notation."""
     text = text.rpartition("=")[2]
     for old, new in _REPLACED:
         text = text.replace(old, new)

@@ -23,11 +23,11 @@ class Box(NamedTuple):
 
 
 def last_box(text: str) -> Box | None:
-    """Returns the last box of a text, or None if the text has no box. The last box is the box that
-    starts last. If one box contains another box, the inner box starts later.
+    """Returns the box that starts last in a text, or None if the text has no box. If the last box
+    is inside another box, the inner box is returned.
 
-    The run time is linear in the length of the text, because braces are counted only from the start
-    of the last box.
+    The run time is proportional to the length of the text, because braces are counted only from the
+    start of the last box.
     """
     found = None
     for found in _BOX.finditer(text):  # noqa: B007 - the last one is wanted

@@ -1,5 +1,5 @@
 r"""Grades only the form of a response, not whether its answer is right. If the response contains
-thoughts, </think> must come before the final answer.
+<think> or </think>, the final answer must come after </think>.
 
 Use this verifier as one term of a weighted sum of verifiers, such as `math + 0.1 * format`. Runs in
 reward workers and does not import torch.
@@ -25,7 +25,7 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 def verify(response: str, answer: str) -> float:
     """Returns 1.0 if the final answer follows </think>, is not empty, and ends with its closing
-    brace or tag. Otherwise returns 0.0. A response without thoughts needs no </think>.
+    brace or tag. Otherwise returns 0.0. A response without <think> and </think> can also get 1.0.
 
     A response is allowed to contain </think> without <think>, because some chat templates put
     <think> into the prompt.

@@ -1,9 +1,9 @@
-"""Calls a verifier over HTTP. A verifier behind HTTP can run on another machine, be written in
-another language, or use a model as judge.
+"""Calls a verifier that runs in an HTTP server. Such a verifier can run on another machine, be
+written in another language, or use a model as judge.
 
-The server receives POST {"response": ..., "answer": ...} and replies with a number or {"reward":
-number}. The module runs in reward workers. The time limit of an answer (`reward.timeout_s`) covers
-all attempts to get the server's reward for this answer.
+The server receives a POST request with the body {"response": ..., "answer": ...} and replies with a
+number or {"reward": number}. The module runs in reward workers. The time limit of an answer
+(`reward.timeout_s`) covers all requests for this answer together, including retries.
 """
 
 from __future__ import annotations

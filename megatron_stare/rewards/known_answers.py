@@ -1,5 +1,6 @@
-"""Tests the verifier of a run before the first step. The user lists answers with the right reward
-of each answer. A pool of verifier processes grades the listed answers."""
+"""Tests the verifier of a run before the first step. The user writes a file of answers, with the
+reward that each answer deserves. A pool of verifier processes grades these answers, and must give
+the same rewards."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def open_pool(verifier: Extension | str, config: Config, workers: int) -> Verifi
 
 
 def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> None:
-    """Raises ConfigError if a verifier needs columns or complete groups that the run does not
-    provide."""
+    """Raises ConfigError if a verifier needs columns of the data or complete prompt groups, but the
+    run does not provide them."""
     data = config.data
     if pool.needs_columns and (data.path or data.mixture) and not data.columns:
         raise ConfigError(

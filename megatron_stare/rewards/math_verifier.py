@@ -1,10 +1,10 @@
 r"""Verifies mathematical answers. Compares the last box of a response with the reference by means
 of math-verify.
 
-Only the last box counts, so a policy gains nothing by listing several guesses. The notation of the
-answer is free: 1/2, 0.5 and \frac{1}{2} are equal. math-verify misreads some notations; this module
-handles them itself before it calls math-verify (see `rewards/answer_text.py`). Runs in reward
-workers and does not import torch.
+Only the last box counts, so a policy gains nothing by listing several guesses. Answers in different
+notations can be equal, such as 1/2, 0.5 and \frac{1}{2}. math-verify misreads some notations; this
+module handles these notations itself before it calls math-verify (see `rewards/answer_text.py`).
+Runs in reward workers and does not import torch.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ failure would look like a policy that never learns."""
 def verify(response: str, answer: str) -> float:
     r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
-    This function sets no time limit of its own; the reward pool limits the wall-clock time of the
-    call. math-verify's time limit is switched off because it uses signal.alarm. Outside the main
-    thread, signal.alarm raises an error, which would make every answer wrong.
+    This function has no time limit of its own; the reward pool limits the wall-clock time of the
+    call. math-verify's own time limit is switched off, because it calls signal.alarm. Outside the
+    main thread, signal.alarm raises an error, and every answer would count as wrong.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
 
 
 def equal(wanted: str, given: str) -> bool:
-    """Compares two answers by meaning. `wanted` is the reference. Which notations of an answer are
-    accepted depends on the form of the reference."""
+    """Returns True if two answers have the same meaning. `wanted` is the reference. The form of the
+    reference determines which notations of the answer `given` are accepted."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
     times = answer_parts.clock(wanted), answer_parts.clock(given)
@@ -92,8 +92,8 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """Compares two LaTeX answers in the same way as `equal`. `deeper` limits how many more times
-    the answers are split into parts."""
+    """Compares two LaTeX answers in the same way as `equal`. `deeper` is the number of levels on
+    which the answers may still be split into parts."""
     in_words = r"\text" in wanted
     written = wanted, given  # still with the currency signs that `bare` removes
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
@@ -175,8 +175,8 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
 def _same_tuples(
     wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
 ) -> bool:
-    """Compares tuples entry by entry. Two entries in brackets can mean a tuple or an interval, so
-    two answers with two entries are equal only if their brackets are the same."""
+    """Compares two tuples or intervals entry by entry. An answer with two entries can be a tuple or
+    an interval, so two such answers are equal only if their brackets are the same."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -199,7 +199,8 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
     """Compares two answers of which at least one is an equation. Returns None if neither answer is
-    an equation, or if both are equations but one of them does not assign a value to a name."""
+    an equation. Also returns None if both are equations, and at least one of them does not assign a
+    value to a name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
         return None
@@ -283,14 +284,15 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as one number. A text must not be read as one number
-    if it contains words that are not a unit, or two numbers that a space separates, as in 3 4."""
+    """Returns True if a text must not be read as one number, because it contains words that are not
+    a unit, or because a space separates two numbers in it, as in 3 4."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space separates two numbers, as in 3 4. A space is allowed between groups
-    of three digits, as in 12 000, and between the parts of a mixed number, as in 3 1/2."""
+    """Returns True if a space, with or without a comma before it, separates two numbers, as in 3 4.
+    Spaces between groups of three digits, as in 12 000, and in a mixed number, as in 3 1/2, do not
+    count."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 

@@ -1,5 +1,6 @@
-"""Runs math-verify unmodified, for comparison with the verifier `math`. No box is required, so
-math-verify can take any number in the response for the answer."""
+"""Runs math-verify without the changes that the verifier `math` makes, for comparison with `math`.
+The response needs no box. math-verify can therefore take any number in the response for the
+answer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Manages one verifier process and its socket, from the parent's side. Defines the format of the
-messages in both directions.
+"""Starts, controls and kills one verifier process, and exchanges messages with it over a socket.
+Defines the format of the messages in both directions.
 
 `rewards/verifier_pool.py` decides which messages are sent to a verifier process and when the
-process is killed. The verifier process runs `rewards/worker.py`. The verifier process is a plain
-subprocess, because multiprocessing would import the parent's __main__ module again, which may be a
-console script, a Ray worker or pytest.
+process is killed. The verifier process runs `rewards/worker.py`. The verifier process is started
+with `subprocess`, not with multiprocessing. multiprocessing would import the parent's __main__
+module again, and this module may be a console script, a Ray worker or pytest.
 
 Each message is JSON with a length prefix. Messages are not pickled, because reading a pickle can
 execute code, and a worker handles text that a model wrote. This module imports only the standard
@@ -31,9 +31,9 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """Serializes one message as a length prefix and ASCII JSON text. If decoding has left a lone
-    surrogate in a text, UTF-8 cannot encode it, but ASCII JSON can write it as an escape
-    sequence."""
+    """Serializes one message as a length prefix and JSON text in ASCII. A text can contain a lone
+    surrogate from decoding. UTF-8 cannot encode such a character, but JSON in ASCII writes it as an
+    escape sequence."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
@@ -46,7 +46,7 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Adds `data` to the stream, and yields every message that `data` completes."""
+        """Adds `data` to the stream, and yields every message that is complete with this data."""
         self._buffer += data
         start = 0
         while len(self._buffer) >= start + _LENGTH.size:
@@ -136,7 +136,8 @@ class WorkerProcess:
             self._outgoing.clear()
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Returns a pair: the messages that have arrived, and True if the worker has ended."""
+        """Returns the messages that have arrived since the previous call, and whether the worker
+        has ended."""
         messages: list[Any] = []
         try:
             while data := self._channel.recv(_RECEIVE_BYTES):

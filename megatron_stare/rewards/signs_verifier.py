@@ -21,13 +21,13 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the steps after the last 'wait' lead from the problem's first number to the
-    problem's total, else 0.0.
+    """Returns 1.0 if the steps after the last 'wait' in the response lead from the problem's first
+    number to the problem's total, else 0.0.
 
     A step is a signed operand, optionally followed by a running total. The steps must use every
     operand of the problem once, in the problem's order. The text after the last 'wait' must contain
-    nothing besides steps. Running totals are not checked: a policy that computes them wrong reaches
-    the right total only by luck.
+    nothing but steps. Running totals are not checked, because a policy that computes them wrong
+    reaches the problem's total only by luck.
 
     Args:
         answer: the problem, such as '33 8 5 2 = 38'.
@@ -55,8 +55,9 @@ def answer_start(response: str) -> int:
 
 
 def _last_attempt(response: str) -> tuple[int, list[str]]:
-    """Returns the start and the steps of the text after the last 'wait', or of the whole response
-    if it has no 'wait'. The list of steps is empty if the text contains anything besides steps."""
+    """Reads the text after the last 'wait', or the whole response if it has no 'wait'. Returns the
+    index at which this text starts, and the list of its steps. The list of steps is empty if the
+    text contains anything besides steps."""
     start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
     at, steps = start, []

@@ -1,4 +1,4 @@
-r"""Implements STARE's three-way scorer: an answer is right if at least one of three methods accepts
+r"""Implements the verifier of STARE: an answer is right if at least one of three methods accepts
 it.
 
 The answer's region is the text in the last <answer>. In a response without <answer>, the region is
@@ -6,11 +6,11 @@ the text after the last </thinking> or </think>. In a response without any of th
 is the whole response. If the region contains a mark such as 'Final Answer' or 'Conclusion', only
 the text after the mark's last occurrence counts. In a region without a mark, only the last 300
 characters of the last 10 paragraphs count. The first method reads the region with math-verify. The
-second method reads the last box in the region with math-verify. The third method compares the
-content of the last box in the region with the reference, by rewards/math_verifier.py. The released
-code (hp-luo/STARE, verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler
-for the third method. No box is required: a bare number at the end of the response counts as an
-answer. Runs in reward workers.
+second method reads the last box in the region with math-verify. The third method is
+rewards/math_verifier.py, which compares the content of the last box in the region with the
+reference. In place of the third method, STARE's released code (hp-luo/STARE,
+verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler. No box is required:
+a bare number at the end of the response counts as an answer. Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_region(response: str) -> str:
-    """Returns the answer's region: the part of a response that is searched for the answer."""
+    """Returns the answer's region: the part of a response in which the methods look for the
+    answer."""
     if "<answer>" in response:
         region = response.rpartition("<answer>")[2].partition("</answer>")[0]
     else:

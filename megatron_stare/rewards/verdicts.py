@@ -1,5 +1,5 @@
-"""Verifies answers as they arrive. This module's code runs in the caller's event loop, but the
-verifiers run in the worker processes of a VerifierPool."""
+"""Verifies answers as soon as they arrive. The code of this module runs in the caller's event loop,
+while the verifiers run in the worker processes of a VerifierPool."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class _Desk:
         """Assigns answers to workers and delivers their verdicts, until the task is cancelled.
 
         Wakes up when an answer is added, when a worker sends a message, or when a worker exceeds
-        its time limit. If `_serve` fails, its error is raised by every waiting or later call of the
-        method `of`.
+        its time limit. If `_serve` fails, every call of the method `of` that is waiting or comes
+        later raises the same error.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -117,7 +117,8 @@ class _Desk:
 
 
 class Verdicts:
-    """Gets the verdicts on the answers of one rollout, and counts the failures.
+    """Gets the verdicts on the answers of one rollout, and counts the answers whose verification
+    failed.
 
     Create a Verdicts object by `async with verdicts(...)`.
 
@@ -167,9 +168,9 @@ class Verdicts:
     def given(
         self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
     ) -> Verdict:
-        """Makes a Verdict from a reward that the environment itself gave. Counts the Verdict in the
-        same way as a verifier's Verdict, and returns the Verdict. Raises TooManyFailuresError under
-        the same condition as the method `of`."""
+        """Makes a Verdict from a reward that came from the environment instead of a verifier.
+        Counts this Verdict in the same way as a verifier's Verdict, and returns it. Raises
+        TooManyFailuresError under the same condition as the method `of`."""
         self._asked += 1
         return self._take(Verdict(reward, status, detail))
 

@@ -6,8 +6,8 @@ be slow, to hang or to raise an error, because `rewards/verifier_pool.py` runs e
 separate processes with a time limit.
 
 The verifier's module may also define:
-- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker first grades the responses of
-  the triples, as a test of the verifier.
+- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker first tests the verifier: it
+  grades these responses and compares the rewards.
 - `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot cover.
 - `answer_start(response) -> int`: the character index where the verifier finds the answer, or -1 if
   the response has no answer in the right format.
@@ -17,10 +17,10 @@ The verifier's module may also define:
 
 The keyword-only parameters of a verifier are its settings, which the configuration sets, as in
 `{name: my_pkg.verify, tolerance: 0.1}`. Two parameters, `columns` and `responses`, are not
-settings, because the run itself sets them. A keyword-only parameter `columns` receives a dict with
-columns of the prompt's data row. The setting `data.columns` selects the columns of the dict. If the
-first parameter is called `responses`, the verifier is called with the list of all responses to a
-prompt and returns a list of rewards.
+settings, because the run itself sets them. If a verifier has a keyword-only parameter `columns`, it
+receives a dict with columns of the prompt's data row. The setting `data.columns` selects these
+columns. If the first parameter is called `responses`, the verifier is called with the list of all
+responses to a prompt and returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class WeightedSum:
 
 
 def asked_by(verify: Verifier) -> Asked:
-    """Derives from a verifier's parameters which inputs the verifier needs or accepts."""
+    """Returns which inputs a verifier needs or accepts, according to the parameters of its
+    function."""
     if isinstance(verify, WeightedSum):
         found = [asked_by(term) for _, term in verify.terms]
         return Asked(
@@ -135,8 +136,8 @@ def rewards_of(
     answer: str,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Calls a verifier on the responses to one prompt. Passes `columns` and whole groups only to
-    verifiers that have parameters for them.
+    """Calls a verifier on the responses to one prompt. Passes `columns` only to a verifier that
+    accepts columns, and passes all responses at once only to a verifier of groups.
 
     Returns:
         The reward of each response, as the verifier returned it.
@@ -197,14 +198,14 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """Returns the `answer_start` function that is an attribute of the verifier or is defined in the
-    verifier's module. Returns None if the verifier has no `answer_start` function."""
+    """Returns the verifier's attribute `answer_start`, or otherwise the function `answer_start` in
+    the verifier's module. Returns None if the verifier has no `answer_start` function."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """Returns the `normal_answer` function that is an attribute of the verifier or is defined in
-    the verifier's module. Returns None if the verifier has no `normal_answer` function."""
+    """Returns the verifier's attribute `normal_answer`, or otherwise the function `normal_answer`
+    in the verifier's module. Returns None if the verifier has no `normal_answer` function."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 
@@ -267,7 +268,7 @@ def _callable_with_two(verify: Verifier) -> bool:
 
 
 def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
-    """Returns one line of text for each known answer that gets a wrong reward from the verifier."""
+    """Returns one line of text for each known answer to which the verifier gives a wrong reward."""
     faults = []
     for response, answer, reward, *columns in known:
         several = not isinstance(response, str)

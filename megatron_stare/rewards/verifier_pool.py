@@ -1,11 +1,11 @@
-"""Judges answers in worker processes. The run continues even if a worker process hangs, crashes or
-is killed.
+"""Verifies answers in worker processes. The run continues even if a worker process hangs, crashes
+or is killed.
 
 A caller submits all answers at once (`verify`) or one by one as they arrive (`verdicts.py`), and
 receives one Verdict for each answer. Workers are independent processes (`rewards/process.py`). Each
-worker judges one answer after another and replies over a socket. For each worker, the pool keeps
-the deadline of the answer that the worker is judging. The module does not import torch, so any
-process can use it without loading torch.
+worker judges one answer after another and replies over a socket. For each worker, the pool records
+the time at which the time limit of the worker's current answer ends. The module does not import
+torch, so any process can use it without loading torch.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ data row."""
 
 @dataclass
 class Answers:
-    """Stores all answers of one caller, the queue of answers that no worker has received yet, and
-    the verdicts so far."""
+    """Stores the answers of one caller, the queue of those answers that no worker has received yet,
+    and the verdicts that are known so far."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
@@ -91,8 +91,8 @@ class Answers:
     def add(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> int:
-        """Adds one item for the verifier. An item is either one response, or a group of responses
-        that the verifier judges together. Returns the item's number."""
+        """Adds one item to the queue. An item is either one response, or a group of responses that
+        the verifier judges together. Returns the item's number."""
         number, self.added = self.added, self.added + 1
         self.texts[number] = response, answer, columns
         self.queue.append(number)
@@ -174,12 +174,12 @@ class VerifierPool:
         """Returns one Verdict for each element of `texts`, in order. An element is (response,
         answer) or (response, answer, columns).
 
-        Waits for the workers, at most `timeout_s` for each answer. An answer that makes its worker
-        hang or crash does not affect other answers. If SIGKILL ends a worker, another worker
-        verifies the killed worker's current answer once more.
+        Waits for the workers, at most `timeout_s` for each answer. If an answer makes its worker
+        hang or crash, the other answers are still verified. If SIGKILL ends a worker, another
+        worker verifies the killed worker's current answer once more.
 
-        Any exception, including Ctrl-C, closes the pool, so that no worker goes on judging answers
-        for which no caller waits.
+        Any exception, including Ctrl-C, closes the pool. Otherwise workers would go on verifying
+        answers for which no caller waits.
 
         Args:
             most_failures: number of answers that may fail by a timeout or a crash; None: unlimited.
@@ -271,7 +271,7 @@ class VerifierPool:
             slot.process.send([answers.texts[item] for item in slot.items])
 
     def _advance(self, answers: Answers, wait: bool = True) -> None:
-        """Waits until a worker sends a message, ends or exceeds its time limit, and handles this
+        """Waits until a worker sends a message, ends, or exceeds its time limit. Then handles this
         event. If `wait` is false, handles only what has already happened."""
         now = time.monotonic()
         for slot in self._slots:
@@ -361,8 +361,8 @@ class VerifierPool:
         return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
 
     def _watch(self, slot: _Slot) -> None:
-        """Registers with the selector the events of a worker that the pool waits for. Makes no
-        system call if the events are the same as before."""
+        """Tells the selector for which events of a worker the pool waits. Makes no system call if
+        the events are the same as before."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

@@ -1,18 +1,17 @@
-"""Program of the verifier process. `rewards/process.py` starts the program with the command
-`python -m megatron_stare.rewards.worker <verifier> <fd>`.
+"""Main program of a verifier process, called a worker. `rewards/process.py` starts a worker with
+the command `python -m megatron_stare.rewards.worker <verifier> <fd>`.
 
-The worker reads lists of items [response, answer, columns] from the socket `fd`. For each item, the
-worker writes one message as soon as the item is judged, in the order of the items. An item that
-contains a list of responses in place of one response is a group. For a group, the worker writes one
-message: a list with one entry for each response. The worker's first message is {"ready": {...}}
-with the inputs that the verifier needs, or {"failed": {...}} if the verifier cannot be loaded.
-For a single response, every later message is {"reward": x, "answer_at": n, "answer": text} or
-{"error": text}. For a group, every later message is a list with one reward or error object per
-response.
+The worker reads lists of items [response, answer, columns] from the socket `fd`. The worker
+verifies one item after another, and writes one message as soon as an item is verified. If an item
+contains a list of responses instead of a single response, it is called a group. The worker's first
+message is {"ready": {...}} with the inputs that the verifier needs, or {"failed": {...}} if the
+verifier cannot be loaded. For a single response, every later message is {"reward": x, "answer_at":
+n, "answer": text} or {"error": text}. For a group, every later message is a list that contains one
+reward object or error object per response.
 
-The verifier runs in the main thread, because signal handlers work only there. A second thread only
-reads messages from the parent. When the parent ends or closes the socket, the second thread kills
-the worker's process group, even if the verifier hangs.
+The verifier runs in the main thread, because Python runs signal handlers only in the main thread. A
+second thread only reads messages from the parent. When the parent ends or closes the socket, the
+second thread kills the worker's process group, even if the verifier hangs.
 """
 
 from __future__ import annotations
@@ -126,13 +125,13 @@ def _message(reward: Any, answer_at: int | None, answer: str | None) -> dict[str
 
 
 def users_line(error: BaseException) -> str:
-    """Returns '(file:line, in function)' for the line of the user's code that led to an error.
-    Returns '' if the traceback contains only code of this project.
+    """Returns a text '(file:line, in function)' that names the line of the user's code that led to
+    an error. Returns '' if the traceback contains only code of this project.
 
-    The line comes from the innermost frame outside this project and outside installed libraries. If
+    The line is that of the innermost frame outside this project and outside installed libraries. If
     json raises an error, for example, the user needs the line that passed invalid text to json, not
-    a line inside json. If the verifier is itself an installed library, the line comes from the
-    outermost frame outside this project.
+    a line inside json. If the traceback has no such frame, because the verifier itself is part of
+    an installed library, the line is that of the outermost frame outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)

@@ -1,5 +1,5 @@
-"""Samples responses. Contains the rollout engines, the state of the engines' weights, the sampling
-noise, and the code that turns prompts into batches."""
+"""Samples responses. Contains the rollout engines, the states of an engine, the sampling noise, and
+the code that turns prompts into batches."""
 
 from megatron_stare.process.vector_maths import settle
 

@@ -64,7 +64,7 @@ class Beat:
         limit_s: seconds within which the phase must make progress. None means that the phase has no
             limit of its own.
         step: current or last step; 0 before the first step.
-        steps: steps of the run; 0: unknown.
+        steps: number of steps of the run; 0: unknown.
         done: number of responses, out of `total`, that are finished in the phase. `done` and
             `total` are 0 if the phase counts no responses.
         step_s: durations of the latest steps in seconds, oldest first, without evaluations and
@@ -73,7 +73,7 @@ class Beat:
             done.
         begun: time at which the process began to work for the run, seconds since 1970.
         written: time at which the watcher last copied the beat, seconds since 1970. `written` is 0
-            in the node's memory.
+            in the original beat in the node's memory.
         process: last state of the process that the watcher saw, such as "running", "sleeping",
             "stopped" or "ended". `process` is "" until the watcher has looked at the process.
         black_box: folder of the newest black-box bundle (docs/black_box.md), or "" if there is no
@@ -174,7 +174,7 @@ class CallBeats:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Context in which the worker's beat names this call as the current call."""
+        """Context in which the worker's beat gives `name` as the worker's current call."""
         self._put(phase=name, since=time.time())
         watch_progress(self._progress)
         try:

@@ -1,5 +1,5 @@
 """Reads and writes JSON Lines files that stay readable after kill -9. Readers drop an incomplete
-last line. When a run resumes from a step, it can remove the records of later steps.
+last line. A run that resumes from a step can remove the records of later steps from the files.
 
 `sinks/jsonl_files.py` writes and reads a run's JSON Lines files. The report also reads a run's JSON
 Lines files. This module only assumes that each record has an integer under "step".
@@ -20,8 +20,8 @@ Record = dict[str, Any]
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Returns a line of strict JSON with its newline. Writes NaN and infinities, which JSON lacks,
-    as null."""
+    """Returns the record as one line of strict JSON, including the newline. Writes NaN and
+    infinities, which JSON lacks, as null."""
     return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -47,7 +47,7 @@ _NAME = re.compile(r"^step_(\d+)$")
 
 @dataclass
 class RunState:
-    """State of a run after `step` steps. The weight version equals the step."""
+    """State of a run after `step` steps. The version of the run's weights equals `step`."""
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
@@ -253,7 +253,7 @@ class RunDir:
         return step_of(found[-1]) if found else None
 
     def stage(self, state: RunState, beside: Mapping[str, bytes] = MappingProxyType({})) -> Staged:
-        """Makes the temporary folder for a checkpoint of this state. The caller may change `state`
+        """Makes the temporary folder for a checkpoint of `state`. The caller may change `state`
         afterwards, because the checkpoint is written from a copy.
 
         Args:
@@ -300,8 +300,8 @@ class RunDir:
         return staged.final
 
     def forget(self, steps: Collection[int]) -> None:
-        """Removes the checkpoints of these steps, oldest first. Even if this process is killed
-        during a removal, a partly removed checkpoint does not have the name of a complete
+        """Removes the checkpoints of the given `steps`, oldest first. Even if this process is
+        killed during a removal, a partly removed checkpoint does not have the name of a complete
         checkpoint."""
         for checkpoint in self.checkpoints():
             if step_of(checkpoint) in steps:

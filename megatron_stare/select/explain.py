@@ -3,8 +3,8 @@
 
 A dump is a file or a folder that was written by slime (`--save-debug-train-data`), verl
 (`trainer.rollout_data_dir`) or TRL (the folder `completions` of `log_completions`). If a statistic
-needs fields that the dumps lack, the command names these fields. The exit status is 2 for unusable
-input.
+needs fields that the dumps lack, the command prints the names of these fields. The exit status is 2
+for unusable input.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Row:
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
     def has(self, names: Sequence[str]) -> bool:
-        """Returns True if the dump has all fields in `names`. If a field in `names` has a value per
-        token, the row must also have a sampled token."""
+        """Returns True if this response has all fields in `names`. If a field in `names` has one
+        value per token, the response must also have a sampled token."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)
@@ -256,8 +256,8 @@ def stability(rows: Sequence[Row], micro_batch: int) -> float:
     each micro-batch alone, as in STARE's public code. The share is a mean over PACKINGS shuffles of
     the rows.
 
-    For each sign of the advantage, the rare tokens are the share SHARE with the highest surprisal
-    (arXiv 2606.19236, section 3.2).
+    For each sign of the advantage, the tokens with the highest surprisal are rare: a fraction SHARE
+    of all tokens of that sign (arXiv 2606.19236, section 3.2).
     """
     whole = _rare(rows)
     number = sum(int(each.sum()) for each in whole)
@@ -287,8 +287,8 @@ def repetition(rows: Sequence[Row]) -> float:
 
 
 def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns for each row a mask over its sampled tokens, which marks the rare tokens of both
-    signs of the advantage."""
+    """Returns one mask per row, over the row's sampled tokens. The masks mark the rare tokens of
+    both signs of the advantage."""
     lengths = [len(row.kept("log_probs")) for row in rows]
     surprisals = np.concatenate([-row.kept("log_probs") for row in rows])
     signs = np.sign(np.concatenate([_advantages(row) for row in rows]))
@@ -301,8 +301,8 @@ def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def quadrants(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns each quadrant's share of the sum of all absolute advantages. L+ and L- have the rare
-    tokens, and U+ and U- have the other tokens."""
+    """Returns each quadrant's share of the sum of all absolute advantages. The quadrants L+ and L-
+    contain the rare tokens, and U+ and U- contain the other tokens."""
     rare = np.concatenate(_rare(rows))
     advantages = np.concatenate([_advantages(row) for row in rows])
     total = np.abs(advantages).sum() or np.nan

@@ -37,7 +37,8 @@ DEFAULTS: dict[str, Any] = {
 def reference(
     batches: Sequence[Mapping[str, np.ndarray]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Returns the codes [B, T], the weights [B, T] and the method's state after each update.
+    """Returns, for each update, the codes [B, T], the weights [B, T] and the state of the method
+    after the update.
 
     Args:
         batches: for each update, `log_probs`, `entropies`, `mask` [B, T] and `advantages` [B] or
@@ -74,7 +75,8 @@ def reference(
 def _gates(
     chosen: Mapping[str, Any], gate: float, entropy: np.ndarray, mask: np.ndarray
 ) -> np.ndarray:
-    """Returns [B, T] numbers: 1 if the token's gate is open, and 0 if the gate is closed."""
+    """Returns one number per token [B, T]: 1 if the token's gate is open, and 0 if the gate is
+    closed."""
     target = chosen["entropy_target"]
     if chosen["gate"] == "batch" or target is None:
         return np.full(mask.shape, gate)
@@ -87,8 +89,8 @@ def _gates(
 def _members(
     of: str, chosen: Mapping[str, Any], batch: Mapping[str, np.ndarray], mask: np.ndarray
 ) -> np.ndarray:
-    """Returns the bool mask [B, T] of a set's tokens. Among tokens of equal surprisal, the first
-    tokens in reading order are selected."""
+    """Returns a bool mask [B, T] of the tokens in the set `of`. Tokens of equal surprisal are
+    selected in the order of their rows, and within a row in the order of their columns."""
     advantages = batch["advantages"].astype(np.float64)
     if advantages.ndim == 1:
         advantages = np.repeat(advantages[:, None], mask.shape[1], axis=1)

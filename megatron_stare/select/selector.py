@@ -1,4 +1,5 @@
-"""Selects tokens in a batch of another trainer, and weights their advantages.
+"""Selects tokens in another trainer's batch, and multiplies the advantage of each token by a
+weight.
 
 Shape legend: B is the number of rows of this rank, T is the number of columns of the padded batch,
 and N is the number of tokens of a flat batch.
@@ -44,7 +45,7 @@ class Selected:
     `weights`: float32 factor on every token's advantage. The factor is 0 for tokens that the method
         removes from the loss, and 1 outside the mask.
     `advantages`: float32 product of the given advantages and `weights`; 0 outside the mask.
-    `codes`: int8 number of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set.
+    `codes`: int8 code of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set.
         Tokens get the codes of their sets even while the gate is closed.
     `counted`: bool, True for tokens that count in the denominator of a mean over tokens.
     `metrics`: numbers to log, the same on every rank.
@@ -107,17 +108,17 @@ class Selector:
             advantages: same shape as `log_probs`, or [B] with one advantage for each row.
             mask: same shape as `log_probs`, true where the policy sampled the token and the token
                 carries loss.
-            rows: [B] int64 number of each row in the whole batch. If `rows` is None, the rows of
-                the ranks are numbered consecutively, in the order of the group. Among tokens of
-                equal surprisal, the token with the lower row number comes first.
-            sequence: [N] int64 number of each token's response in the whole batch, for flat input.
-            index: [N] int64 number of each token in the whole batch, unique and below 2^32, for
-                flat input.
+            rows: [B] int64 index of each row in the whole batch. If `rows` is None, the rows of all
+                ranks are numbered consecutively, in the order of the group's ranks. Among tokens of
+                equal surprisal, the token with the lower row index comes first.
+            sequence: [N] int64 index of each token's response in the whole batch, for flat input.
+            index: [N] int64 index of each token in the whole batch, unique and below 2^32, for flat
+                input.
 
         Raises:
             DataError: shapes do not match, values inside the mask are not finite, an index is out
-                of range, or two rows have the same number. Errors about values, indices and row
-                numbers are raised on every rank of the group.
+                of range, or two rows have the same index. Errors about values and indices are
+                raised on every rank of the group.
         """
         _check_shapes(log_probs, entropies, advantages, mask, rows, sequence, index)
         if mask.dim() == 2 and advantages.dim() == 1:
@@ -205,7 +206,7 @@ class Selector:
         return getattr(self._rule, "gate", "batch") == "sample"
 
     def _fault(self, log_probs: Tensor, entropies: Tensor, advantages: Tensor, mask: Tensor) -> int:
-        """Returns the number of this rank's fault in _FAULTS, or 0 if there is no fault."""
+        """Returns the key of this rank's fault in _FAULTS, or 0 if there is no fault."""
         if not (log_probs.isfinite() & entropies.isfinite())[mask].all():
             return 1
         return 0 if advantages.isfinite()[mask].all() else 2
@@ -213,8 +214,8 @@ class Selector:
     def _numbered(
         self, mask: Tensor, rows: Tensor | None, fault: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Returns each token's sequence number [B, T], each token's index [B, T], and the number of
-        sequences."""
+        """Returns the index of each token's sequence [B, T], the index of each token [B, T], and
+        the number of sequences."""
         here, device = mask.shape[0], mask.device
         if rows is None:
             rows = torch.arange(here, device=device) + self._rows_before(here, device)

@@ -83,13 +83,14 @@ def check(args: Any, settings: Mapping[str, Any]) -> None:
 
 
 class Weighing:
-    """Multiplies the advantages of each rollout by the weights of a Selector. An instance serves as
-    slime's postprocess function, so slime calls the instance on every rank, once per rollout.
+    """Multiplies the advantages of each rollout by the token weights that a Selector computes. An
+    instance serves as slime's postprocess function, so slime calls the instance on every rank, once
+    per rollout.
 
-    After each rollout, the state is appended as one line to stare_select.jsonl in the folder of
-    `--save`. From the folder of `--load`, a resumed run reads the state that was saved after the
-    previous rollout. A missing state stops the run, unless the section `stare` has
-    `fresh_state: true`.
+    After each rollout, the selector's state is appended as one line to stare_select.jsonl in the
+    folder of `--save`. A resumed run reads the state that was saved after the previous rollout,
+    from stare_select.jsonl in the folder of `--load`. If the state is missing, the run stops,
+    unless the section `stare` has `fresh_state: true`.
     """
 
     def __init__(self) -> None:
@@ -98,8 +99,8 @@ class Weighing:
         self._trusts = False
 
     def __call__(self, args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-        """Weights the advantages in `rollout_data`, and adds the method's metrics to
-        `rollout_data`.
+        """Multiplies the advantages in `rollout_data` by the selector's weights, and adds the
+        method's metrics to `rollout_data`.
 
         Raises:
             ConfigError: a setting of slime makes the selection inexact, slime has computed no
@@ -194,9 +195,9 @@ def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Ten
 
 
 def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three numbers for each token of this rank, [N] each: the number of the first token in
-    the token's row, the token's column, and the number of the token's rollout. Tokens and rollouts
-    are numbered over the whole batch, so the numbers are the same in every layout."""
+    """Returns three indices for each token of this rank, [N] each: the index of the first token in
+    the token's row, the token's column, and the index of the token's rollout. Tokens and rollouts
+    are numbered over the whole batch, so the indices do not depend on the parallel layout."""
     device = rollout_data["loss_masks"][0].device
     positions = torch.as_tensor(rollout_data["partition"], device=device)
     lengths = torch.as_tensor(rollout_data["response_lengths"], device=device).long()
@@ -246,8 +247,8 @@ def _append(folder: Path, rollout_id: int, selector: Selector) -> None:
 
 
 def _read(folder: str | None, rollout_id: int) -> dict[str, Any] | None:
-    """Returns the state after the rollout `rollout_id`, or None. If the file has several states for
-    `rollout_id`, the function returns the last state."""
+    """Returns the selector's state after the rollout `rollout_id`, or None if no such state is
+    saved. If the file has several states for `rollout_id`, the function returns the last state."""
     file = Path(folder or "", STATES)
     found = None
     for line in file.read_text().splitlines() if file.is_file() else ():

@@ -1,4 +1,5 @@
-"""Runs STARE inside TRL, with a GRPOTrainer that weights the advantage of each token.
+"""Runs STARE inside TRL, with a GRPOTrainer that multiplies the advantage of each token by a
+weight.
 
 This module imports trl, which this project does not install. Only users of TRL import this module.
 """
@@ -59,7 +60,7 @@ def probe(trainer: type = GRPOTrainer) -> str | None:
 
 
 class StareGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer that multiplies advantages by the weights of a Selector.
+    """GRPOTrainer that multiplies advantages by the token weights that a Selector computes.
 
     Args:
         stare: settings of the selector, such as `{"entropy_target": 0.3}`. The setting `method`

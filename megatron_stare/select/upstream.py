@@ -1,5 +1,5 @@
-"""Code that the adapters to other trainers share. This module checks the functions and settings of
-an installed trainer, and saves and loads the state of a Selector."""
+"""Contains the code that all adapters to other trainers use. This module checks the functions and
+settings of an installed trainer, and saves and loads the state of a Selector."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def refuse(
     denominator counts all tokens.
 
     Args:
-        faults: for each setting of the trainer, by name, whether the setting is wrong, and why.
+        faults: maps the name of each setting of the trainer to a pair: True if the setting is
+            wrong, and the reason why it is wrong.
         settings: the selector's settings.
     """
     for name, (wrong, why) in faults.items():
@@ -92,7 +93,7 @@ def save_state(selector: Selector, folder: Path) -> None:
 
 
 def load_state(selector: Selector, folder: Path, trainer: str, may_begin: bool) -> None:
-    """Loads the selector's state from the folder of a checkpoint. With `may_begin`, a folder
+    """Loads the selector's state from the folder of a checkpoint. If `may_begin` is True, a folder
     without a state is no error, and the selector keeps its initial state.
 
     Raises:

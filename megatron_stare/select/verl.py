@@ -1,4 +1,4 @@
-"""Runs STARE inside verl, with v1 trainers that weight the advantage of each token.
+"""Runs STARE inside verl, with v1 trainers that multiply the advantage of each token by a weight.
 
     VERL_USE_EXTERNAL_MODULES=stare_select.verl python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=stare_sync +stare.entropy_target=0.3 ...
@@ -125,10 +125,10 @@ def loss_changed(config: Any) -> str | None:
 
 
 def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns for each token the number of its session [N] and the number of the token [N].
+    """Returns, for each token, the index of the token's session [N] and the index of the token [N].
 
-    Sessions and rows are numbered in the order of their keys. The numbers therefore do not depend
-    on how verl balances the rows, and neither does the choice among tokens of equal surprisal.
+    Sessions and rows are numbered in the order of their keys. The indices, and the choice among
+    tokens of equal surprisal, therefore do not depend on how verl balances the rows.
 
     Args:
         keys: `{uid}_{session}_{row of the session}` of each row.
@@ -148,7 +148,8 @@ def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tenso
 
 
 class StareMixin(PPOTrainer):
-    """A v1 trainer of verl that multiplies advantages by the weights of a Selector.
+    """A v1 trainer of verl that multiplies advantages by the token weights that a Selector
+    computes.
 
     The driver holds the whole batch, so the selection needs no collective. The section `stare` of
     verl's configuration has the selector's settings. `method` selects a method other than STARE.

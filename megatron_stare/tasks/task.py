@@ -48,10 +48,10 @@ class Task:
 
     `config`: the run's configuration, in which the task's own settings (OWN) replace the run's
         settings. All sources and environments, including user-defined ones, are built from
-        `config`, so they need no code for tasks.
+        `config`, so a source or environment needs no code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
-    `own`: the overridden settings. Maps the name of each overridden setting of the run to the name
-        of the task's setting that replaces it.
+    `own`: the overridden settings. Maps the name of each overridden run setting to the name of the
+        task setting that overrides the run setting.
     """
 
     config: Config
@@ -134,8 +134,8 @@ class Task:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Context manager that rewrites a UserError raised inside it. The rewritten error names
-        this task, and names the task's setting instead of the run's setting."""
+        """Context manager that rewrites a UserError raised in its `with` block. The rewritten error
+        names this task, and names the task's setting instead of the run's setting."""
         try:
             yield
         except UserError as error:

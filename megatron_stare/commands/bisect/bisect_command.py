@@ -187,7 +187,7 @@ def as_tree(found: Explanation) -> dict[str, Any]:
 
 
 def as_text(found: Explanation) -> str:
-    """Returns a table of the re-runs, and the conclusion."""
+    """Formats the results of the re-runs as a table, followed by the conclusion."""
     head = ("", "cause", "equal steps", "entropy", "agreement", "reward")
     figures = head[3:]
     rows = [head, ("the record", "", "", *(f"{found.record[figure]:.4g}" for figure in figures))]

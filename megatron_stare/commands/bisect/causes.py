@@ -2,10 +2,10 @@
 changes that simulate these causes.
 
 A change can replace a method's gate, its random draws or its importance correction. The change is
-applied to the method object after preflight, so that the rest of the run stays the same. The pickle
-of a changed method contains the original method and the change, and each rank applies the change
-again. To simulate stale weights, LateEngine samples with the previous weights but reports the
-newest weights.
+applied to the method object after preflight, so that the rest of the run stays the same. A changed
+method is pickled as the original method and the change. A rank that unpickles the method applies
+the change again. To simulate stale weights, LateEngine samples with the previous weights but
+reports the newest weights.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def contradictions(
 ) -> dict[str, str]:
     """Returns contradictions between the record and the configuration, by cause.
 
-    Repeating the steps cannot reveal a contradiction, because the repeated steps contradict the
-    configuration in the same way as the record.
+    Repeating the steps cannot reveal such a contradiction, because the same code repeats the steps,
+    and therefore contradicts the configuration in the same way.
 
     Args:
         record: metrics of each step.

@@ -3,10 +3,10 @@ metrics of the steps.
 
 `explain` answers these questions in this order. Do the repeated unchanged steps reproduce the
 record? If the unchanged steps do not reproduce the record, does any change reproduce more steps bit
-for bit? If no change reproduces more steps, does any change bring every figure close to the record?
-If the unchanged steps reproduce the record, does the record contradict the configuration? Does a
-harmless change, such as another layout, change the first step's metrics by more than rounding
-errors?
+for bit? If no change reproduces more steps, does any change bring every figure (entropy, agreement
+and reward) close to the record? If the unchanged steps reproduce the record, does the record
+contradict the configuration? Does a harmless change, such as another layout, change the first
+step's metrics by more than rounding errors?
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class Remade:
 class Line:
     """Result of one re-run.
 
-    `equal`: the number of steps that precede the first step with metrics that differ from the
-        record.
+    `equal`: the number of steps before the first step whose metrics differ from the record.
     `medians`: each figure's median over the steps. A figure without values has the median NaN.
     `moved`: each figure's distance from its value in the unchanged steps, in standard errors.
     `missed`: each figure's distance from its value in the record, in standard errors.
@@ -93,8 +92,8 @@ class Explanation:
     """Result of a bisection.
 
     `reproduced`: true if the repeated unchanged steps equal the record bit for bit. If the run
-        cannot be repeated bit for bit, `reproduced` is also true if the figures agree within the
-        run's noise.
+        cannot be repeated bit for bit, `reproduced` is also true if entropy, agreement and reward
+        differ only by the run's noise.
     `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
     `why`: the conclusion in a sentence.

@@ -85,9 +85,9 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
 
 
 def _share(file: Path, place: Path) -> None:
-    """Creates a hard link at `place` to `file`, which no process changes. Copies the file if the
-    hard link fails, for example because `file` and `place` are on different disks. Always copies
-    the run state, which is small."""
+    """Makes `place` a hard link to `file`, because no process changes the file. Copies the file if
+    the hard link fails, for example because `file` and `place` are on different disks. Always
+    copies the run state, which is small."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)
@@ -175,8 +175,8 @@ class _UpTo(Session):
     """Session that ends after step `last`. The session omits the checkpoint and the evaluation that
     are due after this step.
 
-    The session lifts the agreement limits, so that a change such as late weights does not end the
-    session.
+    The session lifts the limits on the log-prob difference of engine and trainer, so that a change
+    such as late weights does not end the session.
     """
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:

@@ -83,12 +83,14 @@ print(json.dumps({name: found[name] for name in ("torch", "sglang") if name in f
 class Facts:
     """The facts of one machine.
 
-    `versions`: the versions of installed packages, 'python', 'cuda' (of PyTorch's build), 'nccl'
-        (of the loaded library) and 'driver'. Versions that cannot be found are left out.
+    `versions`: versions by name. The names are installed packages, 'python', 'cuda' (the release
+        that PyTorch was built with), 'nccl' (the loaded library) and 'driver'. Versions that cannot
+        be found are left out.
     `apex_is_nvidias`: true if NVIDIA's compiled optimizers (amp_C) are installed.
     `gpus`: memory of each GPU, bytes.
     `topology`: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
-    `limits`: the soft limits by name. A limit of -1 means that there is no limit.
+    `limits`: the soft resource limits of this process, by name. A limit of -1 means that there is
+        no limit.
     `shared_memory`: the free and total size of /dev/shm, bytes. The free size and the total size
         are 0 if there is no /dev/shm.
     `interfaces`: IPv4 addresses by interface.
@@ -213,7 +215,7 @@ def _shared_memory() -> tuple[int, int]:
 class FolderSeen:
     """Capabilities of a folder, as a test found them.
 
-    `renames`: true if a renamed folder appears under its new name at once.
+    `renames`: true if a renamed folder immediately appears under its new name.
     `locks`: true if a second process cannot take a lock that another process holds.
     `mb_s`: speed of writing with sync, 10^6 bytes/s.
     `error`: the reason why the folder could not be tested.
@@ -227,7 +229,8 @@ class FolderSeen:
 
 
 def look_at_folder(path: Path) -> FolderSeen:
-    """Tests renames, locks and speed in a folder, or in the folder's nearest existing parent."""
+    """Tests renames, locks and speed in a folder. If the folder does not exist, tests its nearest
+    existing parent instead."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=there))

@@ -89,7 +89,7 @@ class _CudaMeansOurs(TorchFunctionMode):
 
 
 class _InertStream:
-    """Replaces the CUDA side stream that mixture-of-experts layers use for copies to the host. A
+    """Substitute for the CUDA stream on which mixture-of-experts layers copy tensors to the host. A
     CPU has no streams."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -103,16 +103,16 @@ class _InertStream:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces Megatron's function that copies tensors to the host. Copies nothing, because the
-    tensors are already on the host."""
+    """Substitute for Megatron's function that copies tensors to the host. Copies nothing, because
+    the tensors are already on the host."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _get_random_state(
     device: Any = "cuda", clone: bool = False, graph_safe: bool = False
 ) -> torch.Tensor:
-    """Returns the CPU generator's random state when recomputation asks for the CUDA generator's
-    random state."""
+    """Returns the random state of the CPU generator. Megatron's recomputation of activations calls
+    this substitute to get the random state of the CUDA generator."""
     return torch.get_rng_state()
 
 

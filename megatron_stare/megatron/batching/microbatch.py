@@ -2,9 +2,9 @@
 and the RL method receives the same part as flat columns.
 
 Shape legend: a micro-batch has b rows and s positions. A packed micro-batch has one row with all
-tokens. A micro-batch has n response positions in the loss mask. This rank has N response positions
-in the loss mask, ordered by micro-batch. The whole batch has B samples. A mixture of experts has L
-layers and K experts per token.
+tokens. The loss mask of a micro-batch contains n response positions. The loss masks of this rank's
+micro-batches together contain N response positions, ordered by micro-batch. The whole batch has B
+samples. A mixture of experts has L layers and K experts per token.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RankBatch:
 
     `index`: the position's index among the response positions of the whole batch.
     `sequence`: the index of the position's sample.
-    `position`: the position's place in the response.
+    `position`: the index of the position in its response, counted from 0.
     `held`: the position's index in the share's response columns, such as `rollout_log_probs`.
 
     Args:
@@ -114,8 +114,8 @@ class RankBatch:
         ] + self.position
 
     def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
-        """Returns the flat columns of this rank's response positions. Before this call,
-        `Method.judge` must have set the batch's advantages.
+        """Returns a TokenBatch, whose flat columns have one entry for each of this rank's response
+        positions. Before this call, `Method.judge` must have set the batch's advantages.
 
         Args:
             log_prob: [N] from the log-prob pass.
@@ -148,8 +148,8 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """Returns a batch with only the micro-batches of one optimizer step. The `span` of the
-        returned batch is still a range of the rank's N response positions."""
+        """Returns a batch with only the micro-batches of one optimizer step. In the returned batch,
+        `span` is still counted among all N response positions of the rank."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
@@ -160,8 +160,9 @@ class RankBatch:
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """Returns the flat columns of the rank's N response positions. The masks, the number of
-        samples and the samples' loss lengths cover only the mini-batch with index `number`.
+        """Returns `tokens`, restricted to the mini-batch with index `number`. The columns still
+        have all N response positions of the rank. The masks, the number of samples and the samples'
+        loss lengths cover only this mini-batch.
 
         Args:
             tokens: from `token_batch`.
@@ -186,9 +187,10 @@ class RankBatch:
 
 
 def _with_one_context(share: RankShare) -> Tensor:
-    """Returns one number per branch, as [S] int64 for S branches. Branches with the same number
-    have the same context. Within a group, all branches whose context is only the prompt share one
-    number. Every other branch has a number of its own."""
+    """Returns a number for the context of each branch, as [S] int64 for S branches. Branches with
+    the same number have the same context. If the context of several branches is only the prompt,
+    and the prompt is the same, these branches share one number. Every other branch has a number of
+    its own."""
     if share.branched is None:
         return share.groups
     branches = share.branched
@@ -200,8 +202,8 @@ def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
     """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
-    micro-batch's response positions. The three rows of the tensor give each position's sample, its
-    place in the response, and its index in the share's response columns."""
+    micro-batch's response positions. The three rows of the tensor contain each position's sample,
+    its index in the response, and its index in the share's response columns."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
@@ -241,8 +243,9 @@ def _micro_batch(
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums `x` over the ranks of `group`, and returns the sum on every rank. All ranks must call
-    this function. If one rank differentiates the sum, all ranks must differentiate the sum.
+    """Sums `x` over the ranks of `group`, and returns the sum on every rank. All ranks of `group`
+    must call `sum_over_ranks`. If one rank of `group` runs backward through the sum, all ranks of
+    `group` must do so.
 
     The total loss L = sum_r L_r is the sum of the losses of all ranks r. With y = sum_r x_r, the
     gradient of L with respect to x_r is sum_q dL_q / dy. Backward therefore sums the gradients over

@@ -7,8 +7,8 @@ same hidden states. Only attention repeats the prompt's queries, keys and values
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
 results back. In backward, `Spread` copies gradients in the same way. If a token was copied to
-several places, backward sums the gradients of these places. In backward, plain tensor indexing
-would instead add gradients row by row to a tensor of zeros.
+several places, backward sums the gradients of these places. Plain tensor indexing is not used,
+because its backward adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, a rank holds m positions of the longest sequence and
@@ -89,8 +89,8 @@ class Spread:
         contains the place whose output is used.
     `shapes`: (b, s) of every group.
     `repeated`: true if responses share a prompt, so that several places of one token have nonzero
-        gradients. `repeated` ignores padding, which also repeats tokens, because padding has
-        gradient 0.
+        gradients. Padding also repeats tokens, but does not make `repeated` true, because the
+        gradient of padding is 0.
     """
 
     index: Tensor
@@ -99,7 +99,8 @@ class Spread:
     repeated: bool = False
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Spread:
-        """Applies `change` to the tensors, e.g. to move or pin them."""
+        """Returns a copy in which `change` was applied to each tensor, e.g. to move or pin the
+        tensor."""
         return replace(self, index=change(self.index), inverse=change(self.inverse))
 
     def spread(self, tokens: Tensor, *, collected: bool = False) -> list[Tensor]:
@@ -116,8 +117,8 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """Copies the values at places [p, ...] back to tokens [t, ...]. Reads each token's value
-        from the place that `inverse` gives for the token."""
+        """Copies the values at places [p, ...] back to tokens [t, ...]. For each token, `inverse`
+        contains the place from which its value is read."""
         return _Collect.apply(places, self.inverse)
 
 
@@ -155,8 +156,8 @@ class _Collect(Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Extends Megatron's PackedSeqParams for attention on a CPU. Adds fields for the tokens' places
-    in padded groups of sequences.
+    """Extends Megatron's PackedSeqParams with fields for attention on a CPU. The new fields contain
+    the tokens' places in padded groups of sequences.
 
     If `cu_seqlens_q` is None, rotary embeddings use the position of each token
     (megatron/model/model.py). Megatron's unfused rotary embedding for packed sequences is avoided,
@@ -207,8 +208,8 @@ def pack(
     place: Zigzag = WHOLE,
     shared: SharedColumns | None = None,
 ) -> PackedSequences:
-    """Describes a packed row of sequences. The sequences are packed end to end in the order of
-    `lengths`.
+    """Returns the description of a packed row of sequences, which attention needs. The row contains
+    the sequences end to end, in the order of `lengths`.
 
     Args:
         place: the positions that this rank holds.

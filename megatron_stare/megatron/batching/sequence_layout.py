@@ -74,8 +74,8 @@ class SequenceLayout(ABC):
         """Returns the part of the grid that this rank feeds to its model."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """Marks all copies of a shared prompt except the first copy, if this layout supports prompt
-        sharing. The model skips the marked copies.
+        """If this layout supports prompt sharing, marks all copies of a shared prompt except the
+        first copy. The model skips the marked copies.
 
         Args:
             prompts: [samples of the micro-batch] int64 prompt length of each sample.
@@ -104,7 +104,8 @@ class SequenceLayout(ABC):
     @abstractmethod
     def group(self) -> ProcessGroup | None:
         """Group of the ranks over which the batch's tokens are divided, or None if this rank holds
-        all tokens. Sums, maxima and selections are reduced over this group."""
+        all tokens. Sums, maxima and selections over all tokens are computed with collectives in
+        this group."""
 
     @property
     def micro_batch_group(self) -> ProcessGroup | None:
@@ -233,8 +234,8 @@ def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
 
 
 def _padded(lengths: Tensor, multiple: int) -> Grid:
-    """Lays out one row per sample, padded on the right. If there are no samples, lays out one dummy
-    row of padding."""
+    """Returns a grid with one row per sample. The rows are padded on the right. If there are no
+    samples, the grid has one row, which consists of padding."""
     longest = int(lengths.max()) if len(lengths) else 1
     rows, columns = max(len(lengths), 1), longest + -longest % multiple
     token = torch.arange(columns).expand(rows, columns)
@@ -244,9 +245,9 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
-    """Lays out all samples end to end in one row, and pads each sample until its length is a
-    multiple of `each`. If `multiple` does not divide the length of the row, a separate sequence of
-    padding is added at the end of the row."""
+    """Returns a grid with all samples end to end in one row. Each sample is padded until its length
+    is a multiple of `each`. If `multiple` does not divide the length of the row, a separate
+    sequence of padding is added at the end of the row."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Split of sequences over C ranks that balances the work of causal attention.
+    """Splits sequences over C ranks, so that all ranks have equal work in causal attention.
 
     Each sequence is cut into 2 C equal chunks, and rank r holds chunks r and 2 C - 1 - r.
 
@@ -54,8 +54,8 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns, as [t] int64, the index of each column after the parts of all ranks are
-        concatenated in rank order."""
+        """Returns [t] int64 indices. Entry i is the index of the packed row's column i in the
+        concatenation of all ranks' columns in rank order."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

@@ -38,8 +38,8 @@ _libc = ctypes.CDLL(None)  # at import: loading takes a lock, which a fork could
 
 
 class BackgroundSave:
-    """A save in progress on this rank. Start the next save only after this save is finished or
-    dropped.
+    """A save of a checkpoint that is in progress on this rank. Start the next save only after this
+    save is finished or dropped.
 
     Args:
         request: Megatron's plan of the save. BackgroundSave runs the plan itself, because
@@ -62,8 +62,9 @@ class BackgroundSave:
         """Returns a writer process that has started, and the pipe for the writer's result.
 
         A forked writer inherits the locks of this process, but not the threads that hold the locks.
-        A writer that waits for a lock of another thread therefore never starts. A writer that does
-        not start in time is killed, and another writer is forked.
+        If another thread held a lock at the fork and the writer needs this lock, the writer waits
+        forever and does not start. A writer that does not start in time is killed, and another
+        writer is forked.
 
         Raises:
             UserError: no writer started.

@@ -56,8 +56,9 @@ class Saver:
     """Saves checkpoints of one layout. Later saves reuse the information that the ranks exchanged
     for the first save.
 
-    If several data-parallel ranks hold the same part, only one of these ranks writes the part.
-    Parts are assigned to ranks such that all data-parallel ranks write similar amounts of data.
+    If several data-parallel ranks hold the same part of a tensor, only one of these ranks writes
+    the part. The parts are distributed such that all data-parallel ranks write similar amounts of
+    data.
 
     Args:
         writers: number of files per rank. A separate process writes each file.
@@ -168,8 +169,8 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
 
 
 def _as_its_own(shared: SharedMappings, part: Any) -> Any:
-    """Protects a part in host memory against later changes, so that forked writers save its current
-    values. Returns the part to save.
+    """Protects a checkpoint part in host memory against later changes, so that forked writers save
+    the part's current values. Returns the part to save.
 
     Ordinary memory is not copied here, because a fork copies ordinary memory on write. A part in
     ordinary memory is returned as a tensor that uses the same memory and has exactly the part's
@@ -222,8 +223,8 @@ def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _explained(folder: str) -> Iterator[None]:
-    """Raises a DataError if Megatron or torch reports that a checkpoint does not fit the model and
-    optimizer."""
+    """Context manager for code that loads a checkpoint. If Megatron or torch reports that the
+    checkpoint does not fit the model and optimizer, raises DataError."""
     try:
         yield
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:

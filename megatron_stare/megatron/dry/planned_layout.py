@@ -47,7 +47,7 @@ def plan_layout(
     processes: int = 1,
     advance: Advance = lambda ranks: None,
 ) -> list[RankPlan]:
-    """Plans every rank of the layout, in rank order.
+    """Returns the plans of all ranks of the layout, in rank order.
 
     Args:
         processes: number of processes that build ranks in parallel.
@@ -81,8 +81,8 @@ def _build(part: _Ranks, advance: Advance) -> list[RankPlan]:
 
 
 def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
-    """Returns, for every item of memory, the rank with the most bytes and the rank with the fewest
-    bytes. The item "total" is the sum of all items."""
+    """Returns, for every kind of memory, the plan of the rank with the most bytes and the plan of
+    the rank with the fewest bytes. The key "total" stands for the sum of all kinds of memory."""
     sizes = {item: [plan.nbytes[item] for plan in plans] for item in plans[0].nbytes}
     sizes["total"] = [sum(plan.nbytes.values()) for plan in plans]
     return {

@@ -1,14 +1,14 @@
-"""Finds a rank's tensors and their sizes in bytes by building the rank on the meta device, without
-data.
+"""Builds a rank on the meta device, where tensors have no data, to find the rank's tensors and
+their sizes in bytes.
 
 `plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds the requested
 rank, and does not derive it from another rank by symmetry.
 
-`build_parts` builds one layer of each kind, the embedding and the head of a model. From the parts
-that `build_parts` built, `stage_bytes` computes the bytes of ranks in many layouts. All layers of a
-model are alike, except that leading dense layers differ from layers with experts. Every rank holds
-some layers. A rank of the first stage also holds the embedding, and a rank of the last stage also
-holds the final norm and the output layer. The tensors of the embedding, of the head and of one
+`build_parts` builds one layer of each kind, the embedding and the head of a model. From the result
+of `build_parts`, `stage_bytes` computes how many bytes the ranks need, for many layouts. All layers
+of a model are alike, except that leading dense layers differ from layers with experts. Every rank
+holds some layers. A rank of the first stage also holds the embedding, and a rank of the last stage
+also holds the final norm and the output layer. The tensors of the embedding, of the head and of one
 layer of each kind therefore determine the tensors of every rank. How a layer is cut depends only on
 the numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
 expert-parallel sizes therefore suffices for all pipeline, data and context sizes. The test
@@ -132,7 +132,7 @@ def plan_rank(
     optimizer: OptimizerConfig,
     rank: int,
 ) -> RankPlan:
-    """Builds one of the `parallel.world_size` ranks without building the other ranks.
+    """Returns the plan of one of the `parallel.world_size` ranks. Builds only this rank.
 
     Raises:
         KeyError: a parameter is missing from the model family's table of names.
@@ -161,8 +161,8 @@ def plan_rank(
 def _nbytes(
     chunks: list[nn.Module], optimizer: MegatronOptimizer, config: OptimizerConfig
 ) -> dict[str, int]:
-    """Returns, for each kind of memory in ITEMS, the bytes of its storages. The bytes include the
-    padding of Megatron's buffers. A shared storage counts once."""
+    """Returns, for each kind of memory in ITEMS, how many bytes the rank's tensors of this kind
+    take. The bytes include the padding of Megatron's buffers. A shared storage counts once."""
     parameters = _storages(parameter for chunk in chunks for parameter in chunk.parameters())
     gradients = _storages(buffer.grad_data for buffer in gradient_buffers(chunks))
     updated = list(_updated(optimizer))
@@ -279,8 +279,8 @@ def stage_bytes(
     optimizer: OptimizerConfig,
     stage: int,
 ) -> dict[str, int]:
-    """Returns, for each kind of memory in ITEMS, the bytes on the first rank of a pipeline
-    stage."""
+    """Returns, for each kind of memory in ITEMS, how many bytes the first rank of a pipeline stage
+    needs."""
     chunks = [
         _chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)
     ]
@@ -302,8 +302,9 @@ def stage_bytes(
 def _chunk(
     parts: Parts, shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Returns the element counts of the tensors in one chunk of a pipeline stage: a list with one
-    tuple for each gradient bucket, and one tuple for the experts."""
+    """Returns the element counts of the tensors in one chunk of a pipeline stage. The first result
+    is a list with one tuple for each gradient bucket. The second result is one tuple for the
+    tensors of the experts."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
     start = (chunk * stages + stage) * layers
@@ -328,7 +329,8 @@ def _chunk(
 
 def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
     """Returns the number of elements of a bucket, including the padding that Megatron needs to cut
-    the bucket over `replicas`. If `replicas` is None, the bucket is not cut and has no padding."""
+    the bucket into `replicas` equal parts. If `replicas` is None, the bucket is not cut and has no
+    padding."""
     if replicas is None:
         return sum(tensors)
     unit = math.lcm(replicas, _BUCKET)
@@ -336,7 +338,7 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 
 
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
-    """Returns the number of a bucket's elements that the first replica updates.
+    """Returns how many elements of a bucket the first replica updates.
 
     Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
     per replica. The first replica updates the elements in the first part. The padding between the

@@ -43,7 +43,8 @@ class DeviceSend:
         self._carried: list[_Carried] = []  # engines with a rank on this device
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Finds the engines on this rank's device if the target has changed.
+        """If the target has changed, finds the engines that have a rank on this trainer rank's
+        device.
 
         Args:
             prove: whether the senders compute checksums for the engines to verify.
@@ -102,7 +103,7 @@ class DeviceSend:
         return [each.result() for each in self._carried if each.leads]
 
     def _send_all(self) -> None:
-        """Sends all buckets. After this method has returned, no variable keeps the last bucket's
+        """Sends all buckets. After `_send_all` has returned, no variable keeps the last bucket's
         memory alive."""
         for each in self._carried:
             each.begin()
@@ -156,8 +157,9 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes a bucket's handles to the engine. The next `meet` tells this engine's
-        trainer ranks that the previous bucket was received, unless an error is stored."""
+        """Passes a bucket's handles to the engine. After the next `meet`, every trainer rank on the
+        engine's devices knows that the engine has received the previous bucket, unless an error is
+        stored."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

@@ -31,16 +31,17 @@ EXPORT_BUCKET_BYTES = 64 * 2**20
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
     """Returns a view of a parameter's gradient in Megatron's gradient buffer. With the distributed
-    optimizer, only this rank's shard of the buffer contains reduced gradients until
-    `gather_gradients` runs."""
+    optimizer, the buffer contains reduced gradients only in this rank's shard, until
+    `gather_gradients` fills the other shards."""
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """Returns this rank's weights, detached. If the function `of` is given, returns `of(parameter)`
-    instead of each parameter's weights. The result of `of` must have the parameter's shape."""
+    """Returns this rank's weights, detached. If the function `of` is given, returns the tensor
+    `of(parameter)` in place of each parameter's weights. The tensor `of(parameter)` must have the
+    parameter's shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))
@@ -61,7 +62,7 @@ def export_hf(
     """Returns all tensors in host memory, keyed by Hugging Face name, on the first rank, and an
     empty dict on other ranks. All ranks must call `export_hf`.
 
-    Use this function only for models that fit into one process, and PolicyStream for larger models.
+    Use `export_hf` only for models that fit into one process. For larger models, use PolicyStream.
 
     Args:
         of: function that maps a parameter to the tensor to export instead of the parameter's
@@ -76,9 +77,9 @@ def export_hf(
 def export_gradients(
     model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Returns the gradients, reduced over data-parallel ranks, in the same form as the weights from
-    export_hf. All ranks must call this function after backward. If the call comes after the
-    optimizer step, the returned gradients are clipped.
+    """Returns the gradients in the form in which `export_hf` returns the weights. The gradients are
+    reduced over the data-parallel ranks. All ranks must call `export_gradients` after backward. If
+    the call comes after the optimizer step, the returned gradients are clipped.
 
     Args:
         loss_scale: 0-dim factor by which the loss was multiplied, or None for a factor of 1.
@@ -124,7 +125,7 @@ class PolicyStream:
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
-        """The layout of each bucket, which the receivers of the bucket need."""
+        """The layout of each bucket. The receiver of a bucket needs the bucket's layout."""
         return self.plan.layouts
 
     def begin(self, checksums: bool = True) -> None:

@@ -34,8 +34,8 @@ MASK_ENTRIES = 2**24
 
 
 class SdpaCoreAttention(nn.Module):
-    """Causal self-attention without dropout. Takes the arguments that megatron-core passes to any
-    core attention."""
+    """Causal self-attention without dropout. Takes the same arguments as megatron-core's own core
+    attention."""
 
     def __init__(
         self,
@@ -112,7 +112,8 @@ class SdpaCoreAttention(nn.Module):
         return queries.collect(torch.cat(parts)).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers keys and values of all context-parallel ranks, concatenated in rank order.
+        """Returns the keys and the values of all context-parallel ranks, concatenated in rank
+        order.
 
         Backward gives every rank the gradient of its own keys and values, summed over the queries
         of all ranks.

@@ -1,8 +1,8 @@
 """Turns Megatron's last hidden states into log-probs and entropies.
 
 The output layer processes only the hidden states that predict a response token. Every
-tensor-parallel rank computes its own columns of the logits. Unless the configuration sets the
-output layer's mode, `choose_head` chooses the mode by the free memory.
+tensor-parallel rank computes its own columns of the logits. If the configuration does not set the
+mode of the output layer, `choose_head` chooses the mode that suits the free memory.
 
 Shape legend: a micro-batch has b rows, s positions and n response positions. H is the hidden size.
 """
@@ -46,9 +46,9 @@ class HeadChoice:
 def choose_head(
     coupling: Literal["token", "sequence"], logits_bytes: int, free_bytes: int
 ) -> HeadChoice:
-    """Chooses the mode: all logits together if they fit in memory, otherwise in chunks. If chunks
-    are used and a token's loss depends on the log-probs of other tokens, backward computes the
-    logits a second time.
+    """Chooses the mode of the output layer: all logits at once if they fit in memory, otherwise
+    chunks of logits. If chunks are used and a token's loss depends on the log-probs of other
+    tokens, backward computes the logits a second time.
 
     Args:
         coupling: coupling of the method's loss; see algorithms/method.py.
@@ -69,16 +69,17 @@ def choose_head(
 
 
 def largest_logits(config: Config, shape: ModelShape) -> int:
-    """Returns the bytes of one rank's logits for a full micro-batch, assuming that every token is
-    predicted. The logits are [micro_batch_tokens of one rank, V of one rank]."""
+    """Returns the size in bytes of one rank's logits for a full micro-batch, assuming that logits
+    are computed at every position. The logits are [micro_batch_tokens of one rank, V of one
+    rank]."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
     return rows * columns * (4 if config.model.dtype == "float32" else 2)
 
 
 def free_memory() -> int:
-    """Returns the free bytes of the rank that has the least free memory. All ranks must call this
-    function. Ranks on CPUs are assumed to share one machine."""
+    """Returns the free bytes of the rank that has the least free memory. All ranks must call
+    `free_memory`. Ranks on CPUs are assumed to share one machine."""
     if torch.cuda.is_available():
         free = (
             torch.cuda.mem_get_info()[0]
@@ -111,8 +112,8 @@ class Head:
     def compute_log_probs(
         self, model: GPTModel, hidden: Tensor, micro: MicroBatch, *, second_moment: bool = False
     ) -> tuple[Tensor, ...]:
-        """Maps hidden [s, b, H] to log-probs and entropies [n] of the micro-batch's response
-        positions.
+        """Returns log-probs [n] and entropies [n] of the micro-batch's response positions, computed
+        from the hidden states `hidden` [s, b, H].
 
         Under sequence parallelism `hidden` holds only this rank's part of the s positions. If
         `second_moment` is True, also returns two sums over the vocabulary, [n] each, for the

@@ -1,12 +1,12 @@
 """Operators of layers that run without Transformer Engine: RMSNorm, SwiGLU, and attention over
 short sequences.
 
-- RMSNorm equals megatron-core's torch norm, but supports sequence parallelism and takes a third of
-  the time on a CPU. The norm of megatron-core refuses sequence parallelism, because the norm's
-  weight would miss the gradient all-reduce. Our RMSNorm requests the gradient all-reduce through an
-  attribute of its weight. On GPUs, our RMSNorm calls torch's kernel for the norm and its gradient.
-  On CPUs, torch's own norm takes a dozen operations, and each operation reads and writes the whole
-  input.
+- RMSNorm computes the same as megatron-core's torch norm, but supports sequence parallelism and
+  takes a third of the time on a CPU. The norm of megatron-core refuses sequence parallelism,
+  because the norm's weight would miss the gradient all-reduce. Our RMSNorm requests the gradient
+  all-reduce through an attribute of its weight. On GPUs, our RMSNorm calls torch's kernel for the
+  norm and its gradient. On CPUs, torch's own norm takes a dozen operations, and each operation
+  reads and writes the whole input.
 
 - SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The operations of
   megatron-core copy both halves in forward and in backward. The fused SwiGLU of megatron-core needs
@@ -50,9 +50,9 @@ class RMSNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm with its gradient. With r = 1 / sqrt(mean(x^2) + eps) and n = x r: y = w n. For a
-    gradient g of y, the gradient of w is the sum of g n over all rows, and the gradient of x is r
-    (g w - n mean(g w n)). (Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.)"""
+    """RMS norm with its gradient. The norm is y = w n, where n = x r and r = 1 / sqrt(mean(x^2) +
+    eps). For a gradient g of y, the gradient of w is the sum of g n over all rows, and the gradient
+    of x is r (g w - n mean(g w n)). (Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,7 +85,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class SwiGlu(MegatronModule):
-    """Wraps `swiglu` as the activation module that Megatron builds. The module adds nothing to a
+    """Wraps `swiglu` in a module that Megatron can use as activation. The module adds nothing to a
     checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:

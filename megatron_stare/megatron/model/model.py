@@ -318,8 +318,8 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields each router's expert biases, [E] float32, with a name. The name has the same form as
-    Megatron's parameter names. No optimizer updates expert biases."""
+    """Yields a name and the expert biases, [E] float32, of each router. The name has the same form
+    as Megatron's parameter names. No optimizer updates expert biases."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -372,8 +372,9 @@ def hidden_states(
 
 
 def finish_gather(model: list[nn.Module]) -> None:
-    """Gathers the updated parameters now instead of in the next forward, so that other code can
-    read the parameters. All ranks must call this function."""
+    """Gathers the updated parameters at once, so that other code can read the parameters. Without
+    this call, Megatron would gather the updated parameters only in the next forward. All ranks must
+    call `finish_gather`."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():

@@ -43,10 +43,11 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class GivenExperts(RouterReplay):
     """Replays the engine's experts in one router, one micro-batch at a time.
 
-    The caller of Megatron's RouterReplay must set whether a forward is a recomputation during
-    backward. In a pipeline, forwards and backwards alternate, so GivenExperts recognises
-    recomputations itself. A forward that will be recomputed in backward runs without gradients.
-    Recomputations come in the same order as the forwards that ran without gradients.
+    Megatron's RouterReplay cannot tell a forward from a recomputation during backward, so its
+    caller must set which of the two comes next. In a pipeline, forwards and backwards alternate, so
+    GivenExperts recognises recomputations itself. A forward that will be recomputed in backward
+    runs without gradients. Recomputations come in the same order as the forwards that ran without
+    gradients.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,8 @@ class GivenExperts(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the given experts' scores [t, K], taken from `scores` [t, E], and the given
-        experts' numbers [t, K]. Tokens without given experts get the experts with the highest
+        """Returns the scores [t, K] and the numbers [t, K] of the given experts. The scores are
+        taken from `scores` [t, E]. Tokens without given experts get the experts with the highest
         scores. Overrides Megatron's method."""
         assert default_compute_topk is not None
         experts = self._next()
@@ -145,8 +146,8 @@ def routing_metrics(model: list[nn.Module], device: torch.device) -> dict[str, T
     metric is the fraction of the engine's experts that the trainer's routers would not have chosen,
     or NaN if the engine gave no experts.
 
-    Call this function only after a pass without backward. All ranks must call this function, after
-    `install`.
+    Call `routing_metrics` only after `install`, and only after a pass without backward. All ranks
+    must call `routing_metrics`.
     """
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for chunk in model:

@@ -11,13 +11,14 @@ stretch, and further boxes for the partial rows at its two ends. A box has a sta
 each dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. In
 any layout, every rank writes and reads only its own boxes.
 
-The float32 masters of 16-bit parameters are saved as float32. On load, the masters are converted to
-the form in which the optimizer stores them. By default Megatron's distributed optimizer updates its
-own masters. A precision-aware distributed optimizer updates the parameters, and the inner optimizer
-keeps the masters in its state as "master_param". For a bfloat16 parameter, Transformer Engine's
-FusedAdam keeps only the 16 bits of the master that the parameter does not contain. For other
-parameters, FusedAdam keeps the masters in float32. HybridDeviceOptimizer exposes the masters that
-it updates on the host.
+The float32 master weights (masters) of 16-bit parameters are saved as float32. On load, the masters
+are converted to the form in which the optimizer stores masters. By default Megatron's distributed
+optimizer updates its own masters. If the distributed optimizer is precision-aware, it passes the
+parameters themselves to the inner optimizer, which keeps the masters in its state as
+"master_param". For a bfloat16 parameter, Transformer Engine's FusedAdam keeps only the 16 bits of
+the master that the parameter does not contain. For other parameters, FusedAdam keeps the masters in
+float32. HybridDeviceOptimizer updates its masters on the host, and its state contains the masters
+as "master_param".
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Returns the float32 master [n] of a parameter. If the parameter contains half of the master's
-    bits, returns a copy that is joined from the two halves. If the optimizer holds the whole
-    master, returns the optimizer's own tensor.
+    """Returns the float32 master weights [n] of a parameter. If the parameter contains half of the
+    master's bits, returns a copy that is joined from the two halves. If the optimizer holds the
+    whole master, returns the optimizer's own tensor.
 
     Args:
         updated: [n] tensor that the optimizer updates.
@@ -159,12 +160,13 @@ class _Stretch:
 def sharded_shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
 ) -> list[list[ShardedTensor]]:
-    """Returns this rank's parts of moments and float32 masters, one list per parameter.
+    """Returns this rank's parts of Adam's moments and of the float32 master weights, as one list
+    per parameter.
 
     The data of each part is a view of an optimizer's tensor, or a master that was joined from the
     two halves of its bits. Names match Megatron's `fully_reshardable` format, so this module and
-    Megatron can load each other's checkpoints. A parameter that is its own master is saved only
-    with the model.
+    Megatron can load each other's checkpoints. A float32 parameter is its own master, and is saved
+    only with the model.
 
     Args:
         parameters: sharded state of the trained model, which must hold the parameters themselves
@@ -206,7 +208,8 @@ def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
 def _parts(
     whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
 ) -> Iterator[ShardedTensor]:
-    """Yields the stretch [start, stop) of a parameter as parts of the whole model's tensors.
+    """Yields the optimizer's tensors for the stretch [start, stop) of a parameter, as parts of the
+    whole model's tensors.
 
     Args:
         held: tensors [stop - start] by kind.

@@ -62,8 +62,8 @@ class LossScale(DynamicGradScaler):
 
 
 def install_loss_scale(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
-    """Gives all optimizers of a chain the same loss scale. Without this function, each optimizer
-    would have a loss scale of its own."""
+    """Gives all optimizers of a chain the same loss scale. Without `install_loss_scale`, each
+    optimizer would have a loss scale of its own."""
     scale = LossScale(
         initial_scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,

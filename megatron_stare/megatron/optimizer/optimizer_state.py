@@ -1,9 +1,9 @@
 """Describes the optimizer's state as parts of the whole model's tensors, independent of the layout.
 
 If experts are divided over ranks, Megatron has a separate optimizer for experts. If experts are not
-divided, one optimizer updates all parameters. Megatron's own checkpoints contain the settings of
-each optimizer. This module saves only tensors and the step count, under names that do not contain
-an optimizer's index in the chain. On a resume, the optimizers' settings come from the
+divided over ranks, one optimizer updates all parameters. Megatron's own checkpoints contain the
+settings of each optimizer. This module saves only tensors and the step count, under names that do
+not contain an optimizer's index in the chain. On a resume, the optimizers' settings come from the
 configuration, and the schedule sets the learning rates before every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
@@ -131,8 +131,8 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """The places where an optimizer stores its step count under the key "step", each with the value
-    after one step.
+    """The places where an optimizer stores its step count under the key "step". Each field contains
+    the step count that the optimizer stored in one of the places after one step.
 
     `group`: value in the optimizer's parameter groups, or None if the groups have no step count.
     `state`: value in each parameter's state, or None if these states have no step count.
@@ -184,7 +184,7 @@ def rest(optimizer: Optimizer) -> None:
     """Steps an optimizer with learning rate 0 and zero gradients, so that the optimizer creates its
     state. The step does not change the parameters.
 
-    Use this function only for optimizers whose gradients Megatron keeps outside `.grad`.
+    Use `rest` only for optimizers whose gradients Megatron keeps outside `.grad`.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     ones = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -61,8 +61,8 @@ def forecast(
     head: Head,
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Returns the metrics `forecast/*` and `gradient/*` of the coming step over the whole batch,
-    each 0-dim.
+    """Returns the metrics `forecast/*` and `gradient/*` of the coming step, as 0-dim tensors. The
+    metrics cover the whole batch.
 
     Args:
         objective: the step's objective, whose tokens have sum_p2 and sum_p2_log_p.
@@ -87,9 +87,9 @@ def forecast(
 
 
 def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """Returns two 0-dim tensors for each cell: the mean norm of the gradients of the cell's tokens,
-    and the cell's share of the rollout batch's tokens. A cell contains the tokens in one range of
-    probability and one range of entropy.
+    """Divides the rollout batch's tokens into cells. A cell contains the tokens in one range of
+    probability and one range of entropy. Returns two 0-dim tensors for each cell: the mean norm of
+    the gradients of the cell's tokens, and the cell's share of all tokens.
 
     Args:
         tokens: tokens with sum_p2.
@@ -102,9 +102,9 @@ def push_of(
     tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction
 ) -> Tensor:
     """Returns, for every token, the negative derivative of the on-policy loss with respect to the
-    token's log-prob, [N]. In a gradient descent step on a token's logits, the returned value is the
-    factor of (one_hot - p). The loss itself is differentiated, so weights, masks, aggregation and
-    corrections are included."""
+    token's log-prob, [N]. Gradient descent on a token's logits changes the logits in proportion to
+    the returned value times (one_hot - p). The loss itself is differentiated, so weights, masks,
+    aggregation and corrections are included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
         losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]
@@ -121,9 +121,9 @@ def measured_change(
     tokens: TokenBatch | None,
     group: ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Returns `forecast/measured_change` in nats. The metric is the mean entropy of the batch's
-    tokens under the current weights, minus the mean entropy of the same tokens in the log-prob
-    pass. Runs a forward pass, so all ranks must call this function together.
+    """Returns the metric `forecast/measured_change` in nats: the mean entropy of the batch's tokens
+    under the current weights, minus the mean entropy of the same tokens in the log-prob pass. Runs
+    a forward pass, so all ranks must call `measured_change` together.
 
     Args:
         tokens: tokens before the step, or None on all pipeline stages but the last. Without tokens,

@@ -67,8 +67,8 @@ def accumulate_gradients(
     loss_scale: Tensor | None = None,
     kept: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Computes the gradient of the loss over all micro-batches in the model's gradient buffers,
-    and reduces the gradient over ranks.
+    """Computes the gradient of the loss over all micro-batches, reduces the gradient over ranks,
+    and leaves the result in the model's gradient buffers.
 
     Args:
         loss_scale: 0-dim factor of the loss and therefore of the gradient, or None for a factor of

@@ -94,7 +94,8 @@ class RankMemory:
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:
-        """Returns memory in 10^6 bytes. Leaves out the values that cannot be measured.
+        """Returns memory in 10^6 bytes. Leaves out each value that cannot be measured on this
+        machine.
 
         `peak_mb` is this process's peak memory since the last call. Without CUDA, `live_mb` is the
         current size of the policy's tensors plus autograd's peak since the last call. `device_mb`

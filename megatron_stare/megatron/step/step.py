@@ -84,7 +84,7 @@ class Step:
     """Training step on one rollout batch, on this rank.
 
     `measured`: the tokens that this rank holds, with the statistics of the whole rollout batch.
-        None on all pipeline stages but the last.
+        `measured` is None on all pipeline stages but the last.
     `group`: group of the ranks that hold other tokens of the batch, or None if this rank holds all
         tokens.
     """
@@ -270,7 +270,8 @@ class Step:
 
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
-        """Returns the objective of an update, or None on all pipeline stages but the last.
+        """Returns the objective of an update on the last pipeline stage, and None on all other
+        stages.
 
         For every update after the first, all ranks must call `_make_objective`, because the call
         may run a forward pass. If `statistics.surprisal` is `current`, a forward pass recomputes
@@ -309,8 +310,8 @@ class Step:
     def _metrics(
         self, logged: Mapping[str, Tensor], *, with_batch: bool
     ) -> Mapping[str, Tensor | float]:
-        """Returns all metrics of an update, or {} on all pipeline stages but the last. If
-        `with_batch` is True, the metrics of the rollout batch are included."""
+        """Returns all metrics of an update on the last pipeline stage, and {} on all other stages.
+        If `with_batch` is True, the metrics of the rollout batch are included."""
         if self.measured is None or self._objective is None:
             return {}
         objective = self._objective
@@ -331,7 +332,8 @@ class Step:
         return forecasts or self._is_due(self._method.measures_every)
 
     def _is_due(self, every: int) -> bool:
-        """Returns True if the step's number is a multiple of `every`; False if `every` is 0."""
+        """Returns True if the step's number is a multiple of `every`. Returns False if `every` is
+        0."""
         return every > 0 and self.batch.share.step % every == 0
 
     def _dump(

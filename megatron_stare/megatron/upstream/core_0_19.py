@@ -23,7 +23,7 @@ def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
 def begin_save(
     state: dict[str, Any], folder: str, strategy: Any, *, validate: bool
 ) -> AsyncRequest:
-    """Prepares to save a checkpoint; the save then runs in the background.
+    """Prepares to save a checkpoint, and returns the request that saves it in the background.
 
     Args:
         validate: whether Megatron checks that exactly one rank saves each part of a tensor.
@@ -44,6 +44,6 @@ def load_common(folder: str) -> dict[str, Any]:
 
 
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
-    """Reads the checkpoint entries that are named in `state`. The tensors are read by `strategy`,
+    """Reads those entries of a checkpoint that `state` names. The tensors are read by `strategy`,
     or by Megatron's default strategy if `strategy` is None."""
     return dist_checkpointing.load(state, folder, strategy)

@@ -125,7 +125,7 @@ class Condition(ABC):
     metrics: tuple[str, ...]
 
     def window(self) -> Window:
-        """Returns an empty window for the earlier values that this condition needs."""
+        """Returns an empty window, which collects the earlier values that this condition needs."""
         return Window(0)
 
     def figure(self, row: Row) -> float:
@@ -354,7 +354,8 @@ class Spike(Condition):
 
 @dataclass(frozen=True)
 class Outside(Condition):
-    """Holds if the metric is outside the band from `low` to `high`, which a run setting defines."""
+    """Holds if the metric is outside the band from `low` to `high`. The run's settings define `low`
+    and `high`."""
 
     low: float = -math.inf
     high: float = math.inf

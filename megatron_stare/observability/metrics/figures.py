@@ -31,8 +31,8 @@ NOT_OPTIMISED = "training optimises sampled responses, not this"
 
 @dataclass(frozen=True)
 class Figure:
-    """One result of a run as text: a label, a value, a note to compare the value with, and a tone
-    that marks good or bad news.
+    """One result of a run as text: a label, a value, a note that helps to judge the value, and a
+    tone that marks good or bad news.
 
     `first`: true for the few figures that show at a glance whether the run worked.
     """

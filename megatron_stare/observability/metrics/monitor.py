@@ -1,8 +1,9 @@
 """Passes a run's reports to all sinks. The reports are steps, evaluations, alerts, phases and
 notes.
 
-The driver loop calls the monitor. If a sink fails, the run and the other sinks continue. The run
-ends only if the sink that writes the run's record fails.
+The driver loop calls the monitor. If a sink fails during the run, the run and the other sinks
+continue. The run ends only if a sink cannot start, or if the sink that writes the run's record
+fails.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ class Monitor:
         self.resumed: list[dict[str, Any]] = []
 
     def start(self) -> None:
-        """Begins a new run. Raises UserError if a sink cannot record the run."""
+        """Starts all sinks for a new run. Raises UserError if a sink cannot start."""
         for name, sink in self._sinks.items():
             self._begin(name, sink, lambda sink: sink.start(self._run))
 
     def resume(self, step: int) -> None:
-        """Resumes a run after `step`. Raises UserError if a sink cannot record the run."""
+        """Starts all sinks for a run that resumes after `step`. Raises UserError if a sink cannot
+        start."""
         rows = self.resumed = [
             row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step
         ]
@@ -81,16 +83,16 @@ class Monitor:
         return self._stopwatch(name)
 
     def progress(self, done: int, total: int) -> None:
-        """Reports how many responses of the current phase are finished, and how many responses the
-        phase needs."""
+        """Reports to the sinks how many responses of the current phase are finished, and how many
+        responses the phase needs in total."""
         self._tell(lambda sink: sink.progress(done, total))
 
     def note(self, text: str) -> None:
-        """Reports a remark for the user."""
+        """Passes a remark for the user to all sinks."""
         self._tell(lambda sink: sink.note(text))
 
     def log(self, step: int, batch: RolloutBatch, result: Mapping[str, float]) -> None:
-        """Logs a finished step. A logged line is not lost if the process is killed.
+        """Logs a finished step. The record of a logged step is not lost if the process is killed.
 
         Args:
             result: the trainer's metrics of the step.

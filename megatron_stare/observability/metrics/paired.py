@@ -145,8 +145,8 @@ def summary(
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
     """Returns True if entropy was held at its target. The mean entropy of the last third of the
-    steps must be within BAND of the target. In the last third, the share of the steps whose entropy
-    is within BAND of the target must be at least HELD_SHARE. The mean entropy of the last RECENT
+    steps must be within BAND of the target. In at least the share HELD_SHARE of the steps in the
+    last third, the entropy must be within BAND of the target. The mean entropy of the last RECENT
     steps must be within BAND of the target too.
 
     Args:

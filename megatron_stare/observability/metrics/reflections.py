@@ -1,8 +1,8 @@
 """Computes metrics that show how often responses reflect on their own reasoning. One metric counts
-the words that the configuration lists. For each of the STARE paper's six categories of words, other
-metrics show which share of a method's selected tokens belongs to words of the category. The
-functions are pure. The results are logged as metrics of a step and therefore appear in the
-report."""
+the words that the configuration lists. The other metrics use the STARE paper's six categories of
+words. For each category, the metrics show which share of the tokens that a method selects belongs
+to words of this category. The functions are pure. The results are logged as metrics of a step and
+therefore appear in the report."""
 
 from __future__ import annotations
 

@@ -111,9 +111,9 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     """Returns the share of n-grams of token ids that occurred earlier in the same response, or NaN
     if there are no n-grams. For each response, `responses` contains a tensor [.] of token ids.
 
-    Each n-gram is encoded as one int64 number, whose base is the largest token id plus 1. The first
-    digit of the number is the index of the response, and the other digits are the token ids.
-    Sorting the numbers uses numpy, because torch would take ten times as long.
+    Each n-gram is encoded as one int64 number, in a numeral system whose base is the largest token
+    id plus 1. The first digit of the number is the index of the response, and the other digits are
+    the token ids. The numbers are sorted with numpy, because torch would take ten times as long.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)

@@ -305,7 +305,8 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Adds the earlier steps of a resumed run to the windows. These steps raise no alerts."""
+        """Stores the metrics of a resumed run's earlier steps, with which later steps are compared.
+        The earlier steps raise no alerts."""
         for row in rows:
             self._judge.remember(row)
 

@@ -1,5 +1,5 @@
-"""Computes a step's metrics. Metrics of rewards, responses, time and memory are added to the
-metrics that the trainer reports."""
+"""Computes a step's metrics. Puts the metrics of rewards, responses, time and memory into one dict
+with the metrics that the trainer reports."""
 
 from __future__ import annotations
 
@@ -174,8 +174,9 @@ class Stopwatch:
 
 
 class _MemoryProbe:
-    """Reads the Pss memory of the process tree, at most once every MEMORY_EVERY_S seconds. Calls
-    between two readings return the last reading."""
+    """Measures the memory of the driver and its child processes, as proportional set size (Pss), at
+    most once every MEMORY_EVERY_S seconds. A call between two measurements returns the result of
+    the last measurement."""
 
     def __init__(self) -> None:
         self._read_at = -MEMORY_EVERY_S
@@ -225,7 +226,8 @@ def step_metrics(
 
 
 def reward_metrics(batch: RolloutBatch, samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the metrics of rewards, and other metrics that exist only for sampled responses."""
+    """Returns the metrics of rewards and all other metrics that exist only for sampled
+    responses."""
     rewards = batch.rewards[batch.verified]
     return {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),

@@ -1,2 +1,2 @@
-"""Builds the run report. `page.py` prepares the content of `page.html.jinja`, and `charts.py` draws
-the pictures."""
+"""Builds the run report. `page.py` prepares the content, `charts.py` draws the charts, and
+`page.html.jinja` lays out the page."""

@@ -1,8 +1,9 @@
 """Draws line charts over training steps as inline SVG.
 
-Turns metric series of one or more runs into pictures for `page.html.jinja`. Colours are CSS classes
-(c0, c1, ...), so the page's light and dark palettes apply. Each chart contains, as JSON, the
-numbers that the page shows at the mouse pointer.
+Turns metric series of one or more runs into pictures for `page.html.jinja`. The SVG names each
+colour by a CSS class (c0, c1, ...). The page's style sheet defines these classes, once for light
+mode and once for dark mode. Each chart contains, as JSON, the numbers that the page shows at the
+mouse pointer.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart to draw. The lines in `targets` are dashed. If `band` is not 0, the range from 1 -
-    `band` to 1 + `band` times each target is shaded."""
+    """A chart to draw. The lines in `targets` are dashed. If `band` is not 0, the chart shades a
+    range around each target: from (1 - `band`) times the target's value to (1 + `band`) times the
+    target's value."""
 
     title: str
     unit: str
@@ -72,7 +74,8 @@ class Chart:
 
     @property
     def flat(self) -> str | None:
-        """The constant value of a chart whose values are all equal, or None for any other chart."""
+        """The value of a chart whose values are all equal. None if the values differ, if the chart
+        has fewer than two values, or if the chart shows gates."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
         ]
@@ -159,8 +162,8 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
 
 
 def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
-    """Marks the places where lines leave the plot, and returns a text about the values outside the
-    plot."""
+    """Marks the steps at which a line's value is above or below the plot, and returns a text about
+    these values."""
     low, high = frame.y_ticks[0], frame.y_ticks[-1]
     said = []
     for line in lines:

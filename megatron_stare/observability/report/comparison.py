@@ -1,6 +1,7 @@
-"""Compares every other run with the first run by paired tests, and lists the settings that differ.
+"""Compares the first run of a report with each of the report's other runs, by paired tests, and
+lists the settings in which the runs differ.
 
-Turns `RunRecord`s into columns of the report.
+Reads `RunRecord`s, and fills the report's columns of differences and its table of settings.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _BY_STEP = (
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
-    """Compares the figures of `run` with the figures of `first`. Returns the differences, keyed by
-    the label of the figure. A difference is the value of `run` minus the value of `first`."""
+    """Compares the results of `run` with the results of `first`. Returns the differences, keyed by
+    the result's label in the report. A difference is the value of `run` minus the value of
+    `first`."""
     found: dict[str, Figure] = {}
     for task in first.tasks:
         one, two = first.on_task(task), run.on_task(task)
@@ -104,8 +106,8 @@ class _Pair:
     """Difference of a metric between `run` and the first run, over the last third of the steps that
     both runs have.
 
-    Contains the mean and the interval of the difference, the means of both runs, and the number of
-    steps.
+    Contains the mean of the difference, the confidence interval of this mean, the metric's mean in
+    each run, and the number of steps.
     """
 
     mean: float

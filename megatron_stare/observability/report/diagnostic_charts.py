@@ -65,7 +65,7 @@ _SIGNALS = (  # metric, title, unit, caption
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the report: heading, a sentence about its content, and charts."""
+    """A part of the report, with a heading, a sentence about the part's content, and charts."""
 
     heading: str
     about: str
@@ -214,9 +214,11 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Returns two charts for each run that selects tokens. The first chart shows the share of
-    selected tokens whose surprisal is on the expected side of the critical surprisal. The second
-    chart shows the selected tokens' cumulative effect on entropy."""
+    """Returns two charts for each run that selects tokens. The first chart shows, for each set of
+    selected tokens, the share of tokens on the right side of the critical surprisal of their
+    position: above it in a set of rare tokens, and not above it in a set of common tokens. The
+    second chart shows the effect of the selected tokens on the entropy, summed over the steps so
+    far."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -238,7 +240,8 @@ def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _of_sets(run: RunRecord, metric: str) -> list[Line]:
-    """Returns a line for every set of tokens that the run selects."""
+    """Returns one chart line for each set of selected tokens for which the run logged the
+    metric."""
     lines = [Line(label, 0, *run.series(f"{metric}_{end}"), kind) for end, label, kind in _SETS]
     return [line for line in lines if line.values]
 
@@ -297,7 +300,7 @@ def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
 
 
 def _dashed(line: Line) -> Line:
-    """Smooths a dashed line. A dashed line shows a trend, not single values."""
+    """Smooths a dashed line, because a dashed line shows a trend and not the value of each step."""
     return replace(line, values=smooth(line.values)) if len(line.values) >= SMOOTH_FROM else line
 
 

@@ -1,8 +1,8 @@
 """Writes the text of the report's first screen: remarks, problems, and a sentence that summarises a
 run.
 
-Reads a `RunRecord`. Every number in the text also appears in the figures that the report shows
-below the text.
+Reads a `RunRecord`. Every number in the text also appears in the table that the report shows below
+the text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Figures = Mapping[str, float | None]
 @dataclass(frozen=True)
 class Headline:
     """Text of the report's first screen. `sentence` summarises the run and its sampled result.
-    `greedy` states the greedy result for comparison. `remarks` are further explanations."""
+    `greedy` states the result of greedy decoding, for comparison with the sampled result. `remarks`
+    are further explanations."""
 
     sentence: str
     greedy: str = ""
@@ -48,7 +49,7 @@ class Headline:
 
 
 def headline(run: RunRecord) -> Headline:
-    """Summarises the progress, the optimised result and the entropy of one run."""
+    """Summarises one run: its progress, its result with sampled responses, and its entropy."""
     if not run.metrics:
         return Headline("No step is recorded yet.")
     figures = summary(run.metrics)
@@ -105,9 +106,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Describes each pair of runs that have equal entropy and reward in the first steps, and states
-    how long entropy and reward stay equal. Gives a possible reason. The lines of two runs coincide
-    in the charts as long as their values are equal."""
+    """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
+    steps. The sentence states up to which step they are equal, and gives the reason if it is known.
+    In the charts, the lines of the two runs cover each other during these steps."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -162,8 +163,8 @@ class _Change:
 
 
 def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
-    """Returns the change of a result from the evaluation before training to the evaluation after
-    training, or None if one of the two evaluations is missing."""
+    """Returns the change of a result between two evaluations, one before training and one after
+    training. Returns None if one of the two evaluations lacks the result."""
     before, after = run.before or {}, run.after or {}
     if before.get(accuracy) is None or after.get(accuracy) is None:
         return None

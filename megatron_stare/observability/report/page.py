@@ -2,7 +2,7 @@
 
 Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
 report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
-module prepares the content. `page.html.jinja` shows the content as a first screen, followed by
+module prepares the content. `page.html.jinja` lays out the content: a first screen, and below it
 parts that a reader can unfold. Without JavaScript, a browser shows everything except the token
 view.
 """
@@ -154,7 +154,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
 
 
 def _told(row: Sequence[Figure | None]) -> bool:
-    """Returns True if a row of figures has a value in any column."""
+    """Returns True if at least one column of a table row has a value."""
     return any(figure and figure.value != "–" for figure in row)
 
 

@@ -6,10 +6,10 @@ For two run directories, rollouts.html shows the runs side by side. Like the rep
 loads no other file. The page and the report use the same token view (`token_view.*`) to show a
 response.
 
-The page contains the list of responses, and packed blocks with the texts and with the values per
-token. A block is unpacked only when a reader opens or searches its responses. A block is gzipped
-JSON in base64 with at most BLOCK responses. Because of the blocks, a page with tens of thousands of
-responses opens quickly.
+The page contains the list of responses. It also contains the responses' texts and their per-token
+values, in compressed blocks. A block holds at most BLOCK responses, as gzipped JSON in base64. The
+browser decompresses a block only when a reader opens or searches its responses, so a page with tens
+of thousands of responses opens quickly.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ class Stored:
     """The responses of one run.
 
     `rows`: columns of the list of responses, by name. The columns `prompt` and `task` contain
-        indices into `prompts` and `tasks`. The column `at` contains [index of the response's block
-        in `texts`, place of the response in the block]. The column `numbers` contains the index of
-        the response's block in `numbers`, or -1 if the page has no values per token for the
-        response.
+        indices into `prompts` and `tasks`. The column `at` contains two indices: the index of the
+        response's block in `texts`, and the response's index within the block. The column `numbers`
+        contains the index of the response's block in the field `numbers`, or -1 if the page has no
+        per-token values for the response.
     `keys`: one tuple (task, prompt, step, sample) per row. The function `pairs` finds the matching
         response of another run by means of `keys`.
-    `texts`, `numbers`: blocks of response texts, and blocks of values per token.
+    `texts`, `numbers`: blocks of response texts, and blocks of per-token values.
     `reasons`: the reasons why tokens were selected, by step.
-    `left_out`: number of responses that do not fit into the page, and number of responses whose
-        values per token do not fit.
+    `left_out`: number of responses that do not fit into the page, and number of shown responses
+        whose per-token values do not fit.
     """
 
     name: str
@@ -142,9 +142,9 @@ def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
     """Reads a run's training responses from oldest to newest, and then the run's evaluation
-    responses from oldest to newest. If the responses exceed the page's size limit, blocks are
-    dropped evenly over the steps of the run. If the rollout files are far larger than the page's
-    size limit, only some of the files are read.
+    responses from oldest to newest. If the responses exceed the page's size limit, blocks are left
+    out at even intervals over the whole run. If the rollout files are far larger than the page's
+    size limit, only some of the files are read, also at even intervals.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -187,8 +187,8 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
     first run, index in the second run]. An index of -1 means that the run has no matching response.
 
     Responses with equal task, prompt, step and sample number are paired before all others. The
-    remaining responses to the same prompt are then paired in order. Rows follow the order of the
-    first run. Responses that exist only in the second run come last.
+    remaining responses to the same prompt are then paired in their order in the two lists. Rows
+    follow the order of the first run. Responses that exist only in the second run come last.
     """
     if len(runs) == 1:
         return [[place] for place in range(len(runs[0]))]
@@ -210,7 +210,8 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
 
 
 def packed(value: Any) -> str:
-    """Packs a value as gzipped JSON in base64. Equal values give equal texts."""
+    """Converts a value to JSON, compresses the JSON with gzip and encodes the result in base64.
+    Equal values give equal texts."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
@@ -307,8 +308,8 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
-    """Returns all blocks (or files) if they fit into `room`. If not all blocks fit, returns the
-    first block and as many evenly spread blocks as fit."""
+    """Returns all blocks (or files) if their total size is at most `room`. Otherwise returns the
+    first block, and further blocks at even intervals as long as they fit."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

@@ -1,7 +1,7 @@
 """Prepares sampled responses with coloured tokens for `token_view.html.jinja` and `token_view.js`.
 
 Reads rollout files. Any page that includes the macro of `token_view.html.jinja` can show the
-prepared responses. A page shows the values per token exactly as the rollout file contains them.
+prepared responses. The per-token values on the page are exactly the values in the rollout file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenView:
 
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
-    """Makes a view of the responses that have recorded values per token. The view contains at most
+    """Makes a view of the responses whose per-token values were recorded. The view contains at most
     MOST_TOKENS tokens in total. The first response is shown even if its own tokens exceed
     MOST_TOKENS."""
     known = [response for response in responses if response.tokens]
@@ -55,7 +55,7 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
 def view_of_run(directory: Path) -> TokenView | None:
     """Makes a view of responses from the run's first, middle and last rollout file.
 
-    Returns None if no response in the three files has recorded values per token.
+    Returns None if no response in the three files has per-token values.
     """
     files = rollout_files(directory / "rollouts")
     read = [

@@ -3,10 +3,11 @@
 `Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
 is a small file in the run directory that lists what the service has received. Subclasses of
 `Service` write the `Delivered` file before they send a step. If the run is killed between writing
-and sending, the service lacks the step, but never has the step twice. The webhook writes its
-`Delivered` file after it has posted the alerts of a step. If the run is killed between posting and
-writing, the service may receive the same alerts twice. `Delivered` files are not part of
-checkpoints. When a run goes back to a checkpoint, the service still has the data that it received.
+and sending, the service lacks this step. The service never receives a step twice. The webhook
+writes its `Delivered` file after it has posted the alerts of a step. If the run is killed between
+posting and writing, the service may receive the same alerts twice. `Delivered` files are not part
+of checkpoints. When a run goes back to a checkpoint, the service still has all data that was sent
+after this checkpoint.
 """
 
 from __future__ import annotations
@@ -93,10 +94,10 @@ class Delivered:
     `id`: the run's name in the service, a random name by default.
     `starts`: number of times that the run was begun or continued in the service.
     `step`: the newest step that was sent.
-    `evaluated`: [step, task] of every evaluation that was sent.
-    `redone`: [first, last] of every range of steps that were sent before a resume and repeated
-        after the resume. For the repeated steps, the service keeps the metrics from before the
-        resume.
+    `evaluated`: one pair [step, task] for every evaluation that was sent.
+    `redone`: ranges of steps, each as [first step, last step]. The steps of a range were sent
+        before a resume, and the run repeated them after the resume. For these steps, the service
+        keeps the metrics from before the resume.
     """
 
     file: Path

@@ -87,8 +87,8 @@ class MlflowRuns(Service):
 
 
 def _named(metric: str) -> str:
-    """Renames a metric for MLflow. For example, pass@4 becomes pass_at_4. Every character except @
-    that MLflow rejects is replaced by `_`."""
+    """Renames a metric for MLflow. The character @ becomes _at_, so that pass@4 becomes pass_at_4.
+    Every other character that MLflow rejects becomes `_`."""
     return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
 
 

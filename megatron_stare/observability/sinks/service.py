@@ -146,8 +146,8 @@ class Service(Sink):
 
 
 def under(task: str) -> str:
-    """Returns the prefix for the metrics of an evaluation. The task "" is the run's own
-    evaluation."""
+    """Returns the prefix for the metrics of an evaluation. If `task` is "", the evaluation is the
+    run's own evaluation, which has no task name."""
     return f"eval/{task}/" if task else "eval/"
 
 

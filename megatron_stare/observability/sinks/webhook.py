@@ -27,8 +27,8 @@ CLOSE_S = 10.0  # for alerts still waiting when the run ends
 
 
 class Webhook(Sink):
-    """Posts an alert when the alert begins and again when the alert ends. The address is secret, so
-    files and messages never contain the address.
+    """Posts an alert twice: when the alert begins, and when the alert ends. The address is secret,
+    so files and messages never contain the address.
 
     Args:
         env: name of the environment variable that holds the address.
@@ -85,8 +85,8 @@ class Webhook(Sink):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
     def _post_all(self, step: int, bodies: Sequence[bytes], closing: Event) -> None:
-        """Posts all bodies. After the last post, raises ConnectionError if at least one body was
-        not accepted."""
+        """Posts several alerts, each as a JSON request body. After the last post, raises
+        ConnectionError if the service did not accept all of them."""
         failed = [said for body in bodies if (said := self._post(body, closing))]
         if failed:
             raise ConnectionError(
@@ -97,8 +97,8 @@ class Webhook(Sink):
         self._delivered.write()
 
     def _post(self, body: bytes, closing: Event) -> str:
-        """Posts a body. Returns "" if the service accepted the body. If the service did not accept
-        the body, returns the error of the last attempt, without the address."""
+        """Posts one alert, whose JSON text is `body`. Returns "" if the service accepted the alert.
+        Otherwise returns the name of the last attempt's error, without the address."""
         said = ""
         for attempt in range(self._attempts):
             if attempt:

@@ -1,4 +1,5 @@
-"""Draws small pictures as text: a line chart over a band, an on/off strip, bars, and trend arrows.
+"""Draws small pictures with text characters: line charts with a target band, on/off strips, bars,
+and trend arrows.
 
 Turns series of metrics into plain strings for `live_panel.py`. The strings contain no colour,
 because the pictures must be readable without colour.
@@ -47,8 +48,9 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], band: tuple[float, float] | None, rows: int) -> Scale:
-    """Returns an axis that includes zero, the values and the band. The axis includes zero even
-    without a band, so that charts of runs with and without a target can be compared."""
+    """Returns an axis that includes zero, the values and the band. The axis includes zero even if
+    there is no band. The charts of a run with a target and a run without a target can therefore be
+    compared."""
     known = [v for v in values if math.isfinite(v)]
     high = max([*known, *(band or ())], default=0.0)
     low = min([0.0, *known])
@@ -105,9 +107,9 @@ def strip(on: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """Draws a horizontal bar that covers `share` of `width` characters. The bar's length is a
-    multiple of an eighth of a character, and at least one eighth. The returned text is `width`
-    characters wide."""
+    """Draws a horizontal bar that covers `share` of `width` characters. The bar's length is rounded
+    to an eighth of a character, and is at least one eighth. The returned text is `width` characters
+    wide."""
     eighths = max(1, round(min(1.0, max(0.0, share)) * width * 8))
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(width)

@@ -1,7 +1,7 @@
 """Draws the panel of a run from a snapshot, for any width and height.
 
-`live.py` collects the driver's reports in a `View`. The library rich shows the panel. The same view
-always gives the same panel.
+`live.py` collects the driver's reports in a `View`. The library rich shows the panel. The panel
+depends only on the view, the width and the height.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class View:
     `seconds`: the duration of each phase when it last ran, in seconds.
     `phase`, `phase_s`: the current phase, and the seconds spent in the phase. `phase` is "" between
         phases.
-    `responses`: numbers of finished and of needed responses in the current phase, or None if the
-        phase reports no responses.
+    `responses`: number of responses that the current phase has finished, and number of responses
+        that it needs; None if the phase reports no responses.
     `left_s`, `run_s`: estimated seconds until the run's final step ends, and seconds since the
         display started.
     `over`: alerts that ended, newest last.
@@ -277,8 +277,8 @@ def _entropy(view: View, width: int, rows: int) -> list[Text]:
 
 
 def _reward(view: View, width: int, rows: int) -> list[Text]:
-    """Builds the reward chart. The reward chart's heading shows no value, because the panel's line
-    of numbers shows the newest reward."""
+    """Builds the reward chart. The reward chart's heading shows no value, because another line of
+    the panel already shows the newest reward."""
     columns = width - _AXIS
     shown = view.values("reward/mean")[-2 * columns :]
     return (

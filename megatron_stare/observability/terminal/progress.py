@@ -78,8 +78,8 @@ class RunDisplay(ABC):
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
-        """Receives how many responses of the current phase are finished, and how many responses the
-        phase needs."""
+        """Receives two numbers: `done` responses of the current phase are finished, and the phase
+        needs `total` responses."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
         """Receives the newest result of an evaluation task: the result's name and value, and the
@@ -164,7 +164,8 @@ class StepPrinter(RunDisplay):
         self._write(self._paint(_YELLOW, f"warning: {text}"))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a finished step. Metrics that the method lacks get no column.
+        """Prints the line of a finished step. The line has no column for a metric that the method
+        does not report.
 
         The remaining time is estimated from recent training steps. Evaluations and checkpoints take
         additional time.

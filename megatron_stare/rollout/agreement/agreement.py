@@ -1,11 +1,11 @@
 """Decides whether the log-probs of the rollout engine and the trainer differ too much. Names the
 likely cause if the log-probs differ too much. Pure.
 
-There are two comparisons. The rollout comparison compares the log-probs of the sampled tokens of
-every rollout, at the run's temperature. The canary comparison runs after every weight sync, at
-temperature 1. The canary is a fixed set of sequences. The likely cause is inferred from two facts:
-which comparison shows a difference, and at which positions tokens differ. This module does not
-compute the differences. The ranks that hold the trainer's log-probs compute the differences
+There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
+run's temperature. The canary comparison covers a fixed set of sequences, the canary, after every
+weight sync and at temperature 1. The likely cause is inferred from two facts: which of the two
+comparisons shows a difference, and at which positions of the sequences the log-probs differ. The
+differences themselves are computed by the ranks that hold the trainer's log-probs
 (megatron/step/differences.py).
 """
 
@@ -105,10 +105,10 @@ class AgreementError(UserError):
 
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
-    """Returns metrics that describe the sizes of the differences. The metrics are the mean, the
-    maximum, the quantiles, the mean over likely tokens, and the mean over unlikely tokens. The
-    metrics also include one maximum for each range of token positions, and one maximum for each age
-    of the weights, in steps.
+    """Returns metrics of the log-prob differences. The metrics are the mean, the maximum, the
+    quantiles, the mean over likely tokens, and the mean over unlikely tokens. Further metrics are
+    the maximum for each range of token positions, and the maximum for each age of the weights that
+    sampled the tokens. The age is counted in steps.
 
     Args:
         step: step of the rollout. Tokens that were sampled with the weights of the previous step
@@ -127,9 +127,9 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns two metrics: the mean over likely tokens and the mean over unlikely tokens. Each
-    metric is the maximum over the elements of `differences`. A mean that covers no tokens is left
-    out."""
+    """Returns two metrics: the mean difference over likely tokens, and the mean difference over
+    unlikely tokens. If `differences` has several elements, each metric is the largest of their
+    means. A mean that covers no tokens is left out."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -172,7 +172,7 @@ def canary_verdict(
     None if engines and trainer agree. `differences` has one element per engine.
 
     Args:
-        engines: number of each engine; None: the engines have the numbers 0, 1, and so on.
+        engines: index of each engine; None: the engines have the indices 0, 1, and so on.
     """
     wrong = [i for i, difference in enumerate(differences) if limits.canary_passed(difference)]
     if not wrong:
@@ -256,7 +256,8 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
-    """Returns the canary's metrics: the largest difference, the mean difference over likely tokens,
-    and the mean difference over unlikely tokens. Each metric is the maximum over all engines."""
+    """Returns three metrics of the canary: the largest difference, the mean difference over likely
+    tokens, and the mean difference over unlikely tokens. Each metric is that of the engine with the
+    largest value."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

@@ -1,8 +1,8 @@
 """Sets limits on the difference between the log-probs of engine and trainer, for each compute
 dtype. Pure.
 
-In float32, a limit applies to the token whose log-probs differ most. In 16-bit dtypes, limits apply
-to the mean, to high quantiles, and to the growth of the mean over a run
+In float32, the limit applies to the largest difference of a token. In 16-bit dtypes, limits apply
+to the mean difference, to high quantiles, and to the growth of the mean over a run
 (observability/metrics/rules.py).
 """
 
@@ -38,10 +38,10 @@ class Limits:
     """Limits, in nats, on the log-prob differences between engine and trainer. None means
     unlimited.
 
-    `largest`: limit for a single token. Only float32 has a default for this limit. In float32,
-        differences from rounding are three orders of magnitude smaller than differences from any
-        fault. In 16 bits, the log-probs of a single token differ by tenths of a nat to several nats
-        even if there is no fault.
+    `largest`: limit on the difference of every single token. Only float32 has a default for this
+        limit. In float32, differences from rounding are three orders of magnitude smaller than
+        differences from any fault. In 16 bits, the log-probs of a single token differ by tenths of
+        a nat to several nats even if there is no fault.
     `bounds`: limits on the mean and on high quantiles of the differences, by name; empty in
         float32.
     `trend`: limit on the growth of the mean difference over a run.
@@ -64,8 +64,7 @@ class Limits:
         return cls(own, bounds, asked.trend)
 
     def lifted(self) -> Limits:
-        """Returns limits without bounds: every number passes, but NaN does not. The differences are
-        still logged."""
+        """Returns limits that allow every number, but not NaN. The differences are still logged."""
         return Limits(math.inf, dict.fromkeys(self.bounds, math.inf))
 
     @property
@@ -80,9 +79,9 @@ class Limits:
 
     def canary_passed(self, difference: LogProbDifference) -> str:
         """Describes the limits that a canary's differences exceed. Returns "" if no limit is
-        exceeded. A canary has too few tokens for quantiles. In 16 bits, the limit therefore applies
-        to the canary's mean difference over likely tokens, or over all tokens if too few tokens are
-        likely."""
+        exceeded. A canary has too few tokens for quantiles, so the limits on quantiles do not
+        apply. In 16 bits, CANARY_ROOM times the limit on the mean applies to the mean difference
+        over likely tokens, or over all tokens if too few tokens are likely."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -113,10 +112,10 @@ class Limits:
 
     @property
     def same(self) -> float:
-        """Largest `size` that still counts as agreement when the likely cause of a difference is
-        inferred. In float32, `same` is a tenth of the limit for a single token. In 16 bits, `same`
-        is the full limit on the mean, because rounding alone can reach a large share of that
-        limit."""
+        """Largest result of `size` at which engine and trainer count as agreeing on a subset of
+        tokens, when the likely cause of a difference is inferred. In float32, `same` is a tenth of
+        the limit for a single token. In 16 bits, `same` is the full limit on the mean, because
+        rounding alone can reach a large share of that limit."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property
@@ -126,5 +125,5 @@ class Limits:
 
     @property
     def wrong(self) -> float:
-        """Value of `size` above which log-probs count as different."""
+        """Limit on the result of `size`. Above this limit, log-probs count as different."""
         return self.bounds["mean"] if self.largest is None or self.in_16_bits else self.largest

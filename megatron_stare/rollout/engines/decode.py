@@ -4,10 +4,9 @@ token per row, until all rows are finished.
 LocalEngine checks the requests and then calls `decode_batch`. This module also registers `attend`,
 an attention function for CPUs, in transformers under the name ATTENTION.
 
-Shape legend: B is the number of rows at the start, b the number of rows still in the batch, P the
-length of the longest prompt, and R the length of the longest response. Legend for attention: n is
-the number of heads, g the number of groups of heads that share keys and values, r the number of
-heads per group, L the number of tokens in the cache, and d the head size.
+Shape legend: B rows at the start; b rows that are still in the batch; P tokens of the longest
+prompt; R tokens of the longest response. Legend for attention: n heads; g groups of heads that
+share keys and values; r heads per group; L tokens in the cache; d head size.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ def decode_batch(
     """Decodes the responses to all `requests` as one batch. A response has at most
     `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
 
-    The key of a row's sampling noise comes from the row's request. For a given distribution, the
-    sampled token therefore does not depend on the other rows or on the removal of finished rows.
-    The distribution itself changes by about 1e-7, through float rounding, if the matrix products
-    change their shape.
+    A row's sampling noise depends only on the row's request. If the distribution is the same, the
+    same token is therefore sampled, whatever other rows are in the batch. The distribution itself
+    changes by about 1e-7, through float rounding, if the number of rows changes the shapes of the
+    matrix products.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -108,8 +107,7 @@ def _ending(
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
     sets of stop tokens in the requests. In a row, True marks the tokens that end a response. The
-    second tensor, [B], gives, for each request, the index of the request's row in the first
-    tensor."""
+    second tensor, [B], contains the row index of each request's set in the first tensor."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -163,9 +161,9 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """Makes an empty cache for a model with this config. The cache writes new keys and values in
-    place, while transformers' own cache copies all its contents at every token. Sliding-window
-    layers and other special layers still use transformers' own cache."""
+    """Makes an empty key/value cache for a model with this config. This cache writes new keys and
+    values in place, while transformers' own cache copies all its contents at every token.
+    Sliding-window layers and other special layers still use transformers' own cache."""
     cache = DynamicCache(config=config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -201,8 +199,9 @@ class GrowingLayer(DynamicLayer):
 
 
 def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Appends `new` to the buffer, or to a larger buffer if `new` does not fit. Returns the buffer,
-    and a view of its filled part, which contains `held` and then `new`."""
+    """Appends `new` to the contents `held` of the buffer `room`. If there is no buffer, or if `new`
+    does not fit, makes a larger buffer. Returns the buffer, and a view of its filled part, which
+    contains `held` and then `new`."""
     length = held.shape[-2] if held.numel() else 0
     total = length + new.shape[-2]
     if room is None or room.shape[-2] < total:
@@ -226,13 +225,14 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention for one new token per row over the row's cached tokens.
+    """Computes the attention of one new token per row to all cached tokens of the row.
 
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
-    row, starting a matrix product costs more than computing the product. `attend` instead computes
-    two batched products for all rows. `attend` handles one float32 token per row on a CPU, without
-    dropout and without special arguments such as `softcap`. All other inputs go to transformers'
-    function for "sdpa". The parameters follow transformers' interface for attention functions.
+    row, starting a matrix product costs more than computing it. `attend` instead computes two
+    batched matrix products for all rows together. `attend` does this only on a CPU, for one float32
+    token per row, without dropout and without special arguments such as `softcap`. In all other
+    cases, `attend` calls transformers' function for "sdpa". The parameters follow transformers'
+    interface for attention functions.
 
     Args:
         query: [b, n, 1, d].

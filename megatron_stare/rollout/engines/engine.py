@@ -1,5 +1,5 @@
-"""Defines the interface of rollout engines, and the records for requests and results. An engine is
-one replica of the policy and samples responses.
+"""Defines the interface of rollout engines, and the records for requests and results. An engine
+holds one replica of the policy and samples responses with it.
 
 Each engine has its own worker. The engine pool (engine_pool.py) sends requests to the engines and
 receives the results. The weight sync sends weights to the engines under Hugging Face names.
@@ -70,7 +70,8 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class LostRequest:
-    """Request that an engine accepted but will never answer. The caller can retry the request.
+    """Report of a request that an engine accepted but will never answer. The caller can send the
+    request again.
 
     `reason`: what happened to the request, and where.
     `late`: True if the request's time limit passed.
@@ -89,8 +90,8 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """Raised if an engine is lost: its server has ended, no longer answers, or does not hold the
-    weights that the run sent."""
+    """Raised if an engine is lost. An engine is lost if its server has ended, no longer answers, or
+    does not hold the weights that the run sent."""
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,17 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """Returns the results and the lost requests that became known since the previous call, in
-        any order. Every request is reported exactly once: with its result, or as lost.
+        """Returns the results and the lost requests since the previous call, in any order. Every
+        request is returned exactly once: either as a result or as a lost request.
 
         Args:
-            wait_s: seconds after which an empty result is returned. An in-process engine ignores
-                wait_s.
+            wait_s: longest wait in seconds. If there is nothing to return until then, an empty
+                sequence is returned. An in-process engine ignores wait_s.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Drops all requests in flight. The engine will not answer the dropped requests."""
+        """Drops all requests in flight. The engine will never answer these requests."""
 
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
@@ -247,8 +248,8 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
-        """Allocates released memory again. If the memory of the weights is allocated again, its
-        contents are undefined, and the engine's state becomes DIRTY.
+        """Allocates released memory again. After the memory of the weights is allocated again, its
+        contents are undefined, so the engine's state becomes DIRTY.
 
         Raises:
             EngineStateError: one of the parts is not released, or the cache would be allocated
@@ -256,10 +257,10 @@ class ServedEngine(Engine):
         """
 
     def sync_target(self) -> SyncTarget | None:
-        """Returns the target to which the trainer's ranks directly send the weights of the open
-        update. A caller that uses the target ends the session with `end_sent_update` and never
-        calls `update_weights`. Returns None if the caller must pass the weights to
-        `update_weights`.
+        """Returns the target to which the trainer's ranks can send the weights of the open update
+        directly. After they have sent the weights, the caller ends the session with
+        `end_sent_update`, and does not call `update_weights`. Returns None if the engine has no
+        such target, so that the caller must pass the weights to `update_weights`.
 
         Raises:
             EngineStateError: no session is open.
@@ -267,8 +268,8 @@ class ServedEngine(Engine):
         return None
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
-        """Ends an update in which the trainer's ranks sent the weights to the target; see
-        `end_weight_update`.
+        """Ends an update in which the trainer's ranks sent the weights directly to the target of
+        `sync_target`. Is called instead of `end_weight_update`, and returns nothing.
 
         Args:
             sent: the report of each rank.
@@ -315,9 +316,9 @@ def check_params(params: SamplingParams) -> None:
 def check_requests(
     requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo
 ) -> None:
-    """Raises DataError for the first request that the model cannot process. Without this check, a
-    server would crash on an invalid token id, and would silently truncate a prompt that is too
-    long."""
+    """Raises DataError if two requests have the same `rid`, or if the model cannot process one of
+    the requests. Without this check, a server would crash on an invalid token id, and would
+    silently truncate a prompt that is too long."""
     if len({r.rid for r in requests}) != len(requests):
         raise DataError(
             "two requests of one call have the same rid",

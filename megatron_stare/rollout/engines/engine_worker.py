@@ -28,9 +28,9 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
-    """Holds one engine, which is replica `number` of the run. The constructor starts the engine
-    without waiting, so that all replicas start in parallel. `bring_up` waits until the engine is
-    ready.
+    """Holds one engine: the run's replica with index `number`. The constructor starts the engine,
+    but does not wait until the engine is ready. All replicas of a run therefore start in parallel.
+    `bring_up` waits until the engine is ready.
 
     Args:
         site: nodes of the replica.
@@ -91,13 +91,13 @@ class EngineWorker:
         self._layouts = layouts
 
     def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:
-        """Begins an update. Returns the target to which ranks send the weights. Returns None if the
-        weights must be passed to `update_weights`."""
+        """Begins a weight update. Returns the target to which the trainer's ranks send the weights.
+        Returns None if the weights must be passed to `update_weights`."""
         self._engine.begin_weight_update(version, prove)
         return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 
     def update_weights(self, number: int, flat: Tensor) -> None:
-        """Receives bucket `number` of the open update."""
+        """Receives the bucket with index `number` of the open weight update."""
         self._engine.update_weights(self._layouts[number].tensors(flat))
 
     def end_weight_update(self) -> dict[str, str]:

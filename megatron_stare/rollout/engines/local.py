@@ -1,8 +1,9 @@
 """Implements an in-process engine: a transformers model on the CPU, by default in float32. The
 engine is meant for models of a few million parameters. Use a server for larger models.
 
-The engine reads the configs in the Hugging Face folder, but no weight files. The weights come from
-the weight sync. The driver sends requests and receives results through the interface in engine.py.
+The engine reads the config files of the model's Hugging Face folder, but not the weight files. The
+weights come from the weight sync. The driver sends requests and receives results through the
+interface in engine.py.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ class LocalEngine(Engine):
     def _check_finite(
         self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]
     ) -> None:
-        """Raises NonFiniteError if a log-prob is not finite. The error names the first request
-        whose log-probs are not all finite."""
+        """Raises NonFiniteError if a log-prob is not finite. The error names the first request that
+        has a non-finite log-prob."""
         # one check for all responses
         if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):
             return
@@ -207,8 +208,9 @@ class WeightLedger:
     `expected` arrives exactly once and in the right shape. `expected` maps parameter names to
     shapes.
 
-    An SGLang server reports success even if an update contains an unknown name. LocalEngine uses
-    this class to check the names and the completeness of an update.
+    An SGLang server reports success even if an update contains an unknown parameter name.
+    LocalEngine uses this class to check that an update contains every parameter and no unknown
+    name.
     """
 
     def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:

@@ -35,7 +35,8 @@ def read_model_config(model_path: str) -> Any:
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids of the tokens that end a response, in ascending order. The result is the
     union of the end-of-sequence ids in the generation config, the tokenizer and the model config. A
-    union is needed because these three sources disagree in some published models.
+    union is needed because the generation config, the tokenizer and the model config disagree in
+    some published models.
 
     Raises:
         DataError: none of the three sources names an end-of-sequence id.
@@ -115,8 +116,8 @@ def sampled_text(
 ) -> str:
     """Decodes the tokens that the policy sampled. Leaves out the environment's tokens, special
     tokens and stop tokens. Starts a new line wherever environment tokens or the start of a branch
-    interrupt the policy's text. Without the new line, the end of one part and the start of the next
-    part could together look like an answer that the policy never wrote."""
+    interrupt the policy's text. Without the new line, the texts before and after an interruption
+    could together look like an answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:
@@ -134,9 +135,9 @@ def sampled_text(
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns the text of every token, including special tokens. The concatenation of these texts
-    is the text of the sequence. If several tokens together encode one character, the final one of
-    these tokens gets the character, and the other tokens get ""."""
+    """Returns the text of every token, including special tokens. The concatenated texts of all
+    tokens are the text of the sequence. If several tokens together encode one character, the last
+    of these tokens gets the character, and the other tokens get ""."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         # decoded together with the tokens before it, on which spaces and split characters depend

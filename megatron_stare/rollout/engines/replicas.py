@@ -30,10 +30,11 @@ class ServedMemory:
     """Memory, in bytes, that one rank of a server uses on its GPU. Also describes the setting that
     limits the size of the key/value cache.
 
-    `token`: bytes of the keys and values of one token in the cache.
+    `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: bytes that the setting's value includes in addition to the cache, such as the weights.
+    `before`: bytes that the setting limits in addition to the cache, such as the bytes of the
+        weights.
     `digits`: number of decimal places of the setting's value.
     """
 
@@ -79,7 +80,7 @@ class ReplicaPart(ABC):
         """Ends the part. Idempotent."""
 
     def close(self) -> None:
-        """Ends the part when the part's worker ends."""
+        """Ends the part. The part's worker calls `close` before the worker itself ends."""
         self.stop()
 
 
@@ -87,8 +88,8 @@ class ReplicaPart(ABC):
 class Site:
     """Nodes of a replica.
 
-    `parts`: workers of the replica's parts on nodes 1, 2 and so on, in this order; None if the
-        replica is on one node.
+    `parts`: workers of the replica's parts, one worker for each node except the first, in node
+        order; None if the replica is on one node.
     `address`: address of the replica's first node, at which the run's other processes reach the
         replica.
     `others`: addresses of the replica's other nodes, in node order.
@@ -121,7 +122,7 @@ class Replica(ABC):
     as a server, and returns without waiting. All replicas of a run therefore start in parallel.
 
     Args:
-        number: number of the replica in the run.
+        number: index of the replica in the run.
         site: nodes of the replica.
 
     A subclass adds its own settings as keyword-only parameters.
@@ -161,8 +162,8 @@ class Replica(ABC):
 
     @classmethod
     def route(cls, config: Config) -> Route | None:
-        """Returns the Route by which the trainer's ranks send weights to the replicas that the run
-        starts. Returns None if the engines' workers receive the weights in buckets."""
+        """Returns a Route, which describes how the trainer's ranks send weights to the replicas
+        that the run starts. Returns None if the engines' workers receive the weights in buckets."""
         return None
 
     @classmethod
@@ -188,9 +189,9 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """If the server software is not installed on this machine, returns a reduced configuration
-        that `check` can still check. Returns None if the server software is installed, or if the
-        run starts no server."""
+        """If the server software is not installed on this machine, returns a copy of the
+        configuration without the settings that only the server software can check. Returns None if
+        the server software is installed, or if the run starts no server."""
         return None
 
     @classmethod
@@ -202,22 +203,23 @@ class Replica(ABC):
     def nodes(cls, config: Config) -> int:
         """Returns the number of nodes over which a replica's GPUs are spread evenly. The method
         `part` makes the parts of a multi-node replica, one part for each node except the first. The
-        replica's Site lists the workers of the parts."""
+        replica's Site holds the workers that run the parts."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes one part of a multi-node replica without starting the part. `number` is the index
-        of the replica. The part runs on the replica's node number `node`, whose address is
+        """Makes one part of a multi-node replica, but does not start the part. `number` is the
+        index of the replica. The part runs on the replica's node with index `node` and address
         `address`. `node` is at least 1, because the replica's own worker runs on node 0."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
 class InProcess(Replica):
     """Engine that runs in its worker's own process: LocalEngine or a user's subclass of Engine. The
-    engine's class is called with `model_path`, `max_batch`, `threads`, the trainer's `dtype`, and
-    the engine's settings. All other keyword-only parameters of the class are settings of the
-    engine. The engine computes on the CPU and sees no GPU."""
+    run calls the engine's class with `model_path`, `max_batch`, `threads`, the trainer's `dtype`,
+    and the engine's settings. All keyword-only parameters of the class except `model_path`,
+    `max_batch`, `threads` and `dtype` are settings of the engine. The engine computes on the CPU
+    and sees no GPU."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
         made: Callable[..., Engine] = kind  # the constructors of subclasses differ
@@ -234,7 +236,7 @@ class InProcess(Replica):
         return self._made()
 
     def close(self) -> None:
-        """Does nothing, because nothing was started."""
+        """Does nothing, because the constructor started nothing."""
 
     @classmethod
     def check(cls, config: Config, shape: ModelShape) -> None:
@@ -248,7 +250,7 @@ class InProcess(Replica):
 
 
 def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
-    """Returns the class that a name or dotted path refers to.
+    """Returns the engine or replica class that has the given name or dotted path.
 
     Raises:
         ConfigError: the class does not exist, or is neither an Engine nor a Replica.
@@ -264,7 +266,8 @@ def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
 
 
 def make_replica(config: Config, number: int, site: Site) -> Replica:
-    """Makes replica `number` of a run. Raises UserError if the replica cannot be started."""
+    """Makes the replica with index `number` of a run. Raises UserError if the replica cannot be
+    started."""
     kind = resolve_engine(config.rollout.engine)
     if issubclass(kind, Engine):
         return InProcess(config, number, kind)

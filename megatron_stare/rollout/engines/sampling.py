@@ -25,7 +25,8 @@ _BLOCK = 1 << 22
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Returns each row's noise key [B], before the token's position is mixed in.
+    """Returns the noise keys [B], one key per row. A key does not yet depend on the position of a
+    token.
 
     Args:
         step: step in which a response began, one number for all rows or [B].
@@ -37,7 +38,7 @@ def row_keys(
 
 
 def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[np.int64]) -> Tensor:
-    """Returns the sampling noise [B], float64 in [0, 1), in multiples of 2^-53.
+    """Returns the sampling noise [B]. Each value is a float64 multiple of 2^-53 in [0, 1).
 
     Args:
         keys: [B], from row_keys.
@@ -50,12 +51,12 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
 def absorb(
     state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """Mixes one more word into the state with splitmix64. `word` is a vector [B], or one number for
+    """Mixes `word` into the states [B] with splitmix64. `word` is a vector [B], or one number for
     all rows.
 
     For each fixed word, this function is a bijection on the states. For each fixed state, this
-    function is a bijection on the words. Keys that differ in exactly one component therefore never
-    collide.
+    function is a bijection on the words. Noise keys that differ in exactly one component (such as
+    the step) therefore never collide.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -114,9 +115,9 @@ def _choose(
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Returns the probabilities [B, V] with 0 for all tokens except the likeliest tokens. The
-    likeliest tokens are the smallest set of tokens whose probabilities sum to at least top_p. If
-    tokens are equally likely, the token with the lower id is kept first."""
+    """Returns the probabilities [B, V], with probability 0 for every token outside the nucleus. The
+    nucleus is the smallest set of tokens whose probabilities sum to at least top_p. Among equally
+    likely tokens, the tokens with lower ids enter the nucleus first."""
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

@@ -5,9 +5,10 @@ allow. An engine that is DIRTY, RELEASED or DEAD becomes HEALTHY or UNPROVED onl
 In the state UPDATING, the engine receives a complete weight sync. This module also tracks which
 parts of an engine's memory are released.
 
-FleetHealth (rollout/fleet/health.py) is the run's view of an engine. The fleet reads an engine's
-EngineState only when the engine's replica starts. After the start, FleetHealth relies on the
-results of calls to the engine, because a lost engine cannot report its own loss.
+FleetHealth (rollout/fleet/health.py) records what the run knows about the health of each engine.
+The fleet reads an engine's EngineState only when the engine's replica starts. After the start,
+FleetHealth relies on the results of calls to the engine, because a lost engine cannot report its
+own loss.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ class _Replica:
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
         """Removes and returns the requests that the next call to the replica will send. Takes the
-        assigned requests in order, and stops before the first request whose sampling parameters
-        differ."""
+        assigned requests in order, as long as their sampling parameters are equal."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -74,11 +73,11 @@ class _Replica:
 
 @dataclass(eq=False)
 class _Queue:
-    """Requests from one Serving that are not assigned to a replica yet.
+    """Requests from one `Serving` object that are not assigned to a replica yet.
 
     `live`: number of unfinished trajectories.
     `again`: requests that a replica lost and that must be sent again.
-    `continuing`: requests that continue a response, grouped by the number of the replica that
+    `continuing`: requests that continue a response, grouped by the index of the replica that
         sampled the earlier part of the response.
     `new`: all other requests.
     """
@@ -122,8 +121,8 @@ class RequestsPage:
 
         Args:
             states: states of the engines, in order.
-            given: for each request in flight, the engine's number, the time of sending (seconds of
-                CLOCK_MONOTONIC), the prompt's number and the sample's number.
+            given: for each request in flight, the index of the engine, the time of sending (seconds
+                of CLOCK_MONOTONIC), the prompt cursor and the sample index.
         """
         begun = time.monotonic()
         if self._file is None:
@@ -146,21 +145,21 @@ class RequestsPage:
 
 
 class Dispatch:
-    """Sends the requests of all open Servings to the replicas and returns the answers. A Dispatch
-    belongs to one event loop. Trajectories send requests through a Serving. Dispatch keeps one
-    queue of waiting requests for each Serving.
+    """Sends the requests of all open `Serving` objects to the replicas and returns the answers. A
+    Dispatch belongs to one event loop. Trajectories send requests through a `Serving` object.
+    Dispatch keeps one queue of waiting requests for each `Serving` object.
 
     If a replica loses a request, Dispatch retries the request, at another replica if possible
     (retries.py).
 
     If replicas have a capacity limit, Dispatch assigns each new request immediately to the replica
     with the most room. A continuation, which is a request that continues a response, goes to the
-    replica whose KV cache holds the earlier part of the response. Dispatch assigns continuations
-    first, then retries, then the new requests of the same Serving. A continuation waits while the
-    replica with the earlier part of the response is full. After all new requests are assigned, a
-    waiting continuation can go to any other replica that still has room. If the replica with the
-    earlier part of the response has lost a request since its last answer, the continuation is
-    assigned like a new request.
+    replica whose KV cache holds the earlier part of the response. Of the requests of one `Serving`
+    object, Dispatch assigns continuations first, then retries, then new requests. A continuation
+    waits while the replica with the earlier part of the response is full. After all new requests
+    are assigned, a waiting continuation can go to any other replica that still has room. If the
+    replica with the earlier part of the response has lost a request since its last answer, the
+    continuation is assigned like a new request.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even
@@ -193,7 +192,7 @@ class Dispatch:
 
     @property
     def in_use(self) -> bool:
-        """Returns True if at least one Serving is open."""
+        """Returns True if at least one `Serving` object is open."""
         return bool(self._queues)
 
     @property
@@ -202,8 +201,8 @@ class Dispatch:
         return sum(replica.under_way for replica in self._replicas)
 
     def open(self, params: SamplingParams, trajectories: int) -> _Queue:
-        """Opens a queue for the requests of `trajectories` trajectories. The caller must call
-        `left` for each trajectory that finishes."""
+        """Opens a queue for requests. `trajectories` is the number of trajectories that will send
+        requests to the queue. The caller must call `left` for each trajectory that finishes."""
         queue = _Queue(params, trajectories)
         self._queues.append(queue)
         return queue
@@ -213,8 +212,8 @@ class Dispatch:
         self._queues.remove(queue)
 
     async def ask(self, queue: _Queue, request: GenerateRequest) -> GenerateResult:
-        """Waits for the request's answer. Errors of a replica are raised by `_pump`, the task that
-        calls the replica, and not by this method.
+        """Waits for the request's answer. This method does not raise errors of a replica. The task
+        that calls the replica (`_pump`) raises these errors.
 
         Raises:
             RequestLostError: all allowed attempts of the request failed.
@@ -273,7 +272,7 @@ class Dispatch:
             self._give(replica, shard, queue.params)
 
     def _place_all(self, queue: _Queue) -> None:
-        """Assigns waiting requests to replicas while replicas have room."""
+        """Assigns waiting requests to replicas as long as suitable replicas have room."""
         for number, line in queue.continuing.items():
             while line and self._place_at(number, line[0], queue.params):
                 line.popleft()
@@ -320,8 +319,8 @@ class Dispatch:
         return best is not None
 
     def _place_at(self, replica: int, request: GenerateRequest, params: SamplingParams) -> bool:
-        """Assigns a request to this replica, if the replica has room and has lost no request since
-        its last answer."""
+        """Assigns a request to the replica with index `replica`, if the replica has room and has
+        lost no request since its last answer. Returns True if the request was assigned."""
         if not self._trusted(replica) or (self._rooms()[replica] or 0) < 1:
             return False
         self._give(self._replicas[replica], [request], params)
@@ -506,7 +505,7 @@ class Serving:
         self.dispatch.left(self._queue)
 
     def close(self) -> None:
-        """Closes the queue. After `close`, this Serving must not receive further requests."""
+        """Closes the queue. After `close`, this object must not receive further requests."""
         self.dispatch.close(self._queue)
 
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:

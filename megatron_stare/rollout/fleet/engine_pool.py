@@ -126,13 +126,14 @@ class EnginePool:
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
-        """Opens a Serving for `trajectories` concurrent trajectories. Several Servings may be open
-        in one event loop. Requests of a Serving are assigned to replicas before requests of
-        Servings that were opened later.
+        """Opens a `Serving` object for concurrent trajectories. `trajectories` is the number of
+        these trajectories. Several `Serving` objects may be open in one event loop. Requests of a
+        `Serving` object are assigned to replicas before requests of `Serving` objects that were
+        opened later.
 
-        When the Serving closes, requests that are still in flight belong to cancelled trajectories
-        and are discarded. If a call to a replica raises an error, `Serving.finished` raises the
-        same error, and the requests in flight at all other replicas are discarded too.
+        Requests that are still in flight when the `Serving` object closes belong to cancelled
+        trajectories and are discarded. If a call to a replica raises an error, `Serving.finished`
+        raises the same error, and the requests in flight at all other replicas are discarded too.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -153,7 +154,7 @@ class EnginePool:
             self._fleet.call("abort")
 
     async def _leave(self, serving: Serving) -> bool:
-        """Closes a Serving. Returns True if no other Serving is open."""
+        """Closes a `Serving` object. Returns True if no other `Serving` object is open."""
         serving.close()
         if serving.dispatch.in_use:
             return False
@@ -163,9 +164,9 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context in which the pool requests no tokens from the replicas. A Serving in another
-        thread's event loop waits until the context ends. Each replica keeps the requests that it
-        has already received.
+        """Context in which the pool requests no tokens from the replicas. A `Serving` object in
+        another thread's event loop waits until the context ends. Each replica keeps the requests
+        that it has already received.
 
         Raises:
             RuntimeError: the caller runs in the event loop of the open Serving. The wait would then
@@ -196,7 +197,7 @@ class EnginePool:
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """Returns, for each sequence, the log-probs at temperature 1 of all tokens after the first
-        token. The result maps each replica's number to a list with one entry per sequence. Lost
+        token. The result maps each replica's index to a list with one entry per sequence. Lost
         replicas are left out of the result.
 
         Raises:
@@ -250,9 +251,9 @@ class EnginePool:
         return list(self._fleet.call(method, *args, states=THERE).values())
 
     def update_weights(self, version: int, weights: WeightStream) -> None:
-        """Sends the policy to every live engine. An engine generates with the new version only if
-        the engine has received all weights of this version. The first update, every update after a
-        failure, and every update that includes a restarted replica are always verified.
+        """Sends the policy's weights to every live engine. An engine generates with the new version
+        only if the engine has received all weights of this version. The first update, every update
+        after a failure, and every update that includes a restarted replica are always verified.
 
         A replica that is lost during the update is left out. If a lost replica interrupts the
         transfer to the remaining replicas, the pool sends all weights to the remaining replicas

@@ -1,7 +1,7 @@
 """Manages the replicas' workers during a run: calls all workers together, excludes lost replicas,
 and restarts lost replicas in the background. The module health.py tracks the replicas' states and
-decides which actions each state allows. The module fleet.py calls and restarts replicas according
-to their states.
+decides which actions each state allows. This module, fleet.py, calls and restarts replicas
+according to the replicas' states.
 
 Each restart runs in its own thread. The thread ends the worker of the lost replica, creates a new
 worker in the same place, and brings up the worker's engine. The next weight update then includes

@@ -44,7 +44,8 @@ SYNCED = (Health.DIRTY, *SERVING)  # states that take part in a weight update
 
 
 class NoEngineError(UserError):
-    """Raised if no replica is in a state that the caller needs, or if none returns a result."""
+    """Raised if no replica is in a state that the caller needs, or if no replica returns a
+    result."""
 
 
 class HealthError(RuntimeError):
@@ -104,7 +105,8 @@ class Transition:
 
 @dataclass
 class _Standing:
-    """State and history of one replica. Times are seconds of any monotonic clock."""
+    """State and history of one replica. All times are in seconds of one monotonic clock, which the
+    caller reads."""
 
     state: Health = Health.STARTING
     begun: list[float] = field(default_factory=list)  # times of its restarts within the window

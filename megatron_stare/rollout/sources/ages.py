@@ -65,7 +65,7 @@ class Ages:
 
 def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
     """Returns the number of sampled tokens of each age. A token's age is `newest` minus the version
-    of the token's weights."""
+    of the weights that sampled the token."""
     found: dict[int, int] = {}
     for trajectory in trajectories:
         for version, tokens in trajectory.versions:
@@ -94,9 +94,10 @@ def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
 
 
 def mask_from(trajectory: Trajectory, age: int, newest: int) -> int:
-    """Removes from the loss mask all tokens whose weights are at least `age` versions older than
-    `newest`. Returns the number of tokens that are too old. Tokens that are too old stay in the
-    trajectory, because they were part of the context in which later tokens were sampled."""
+    """Removes old tokens from the loss mask: all tokens whose weights are at least `age` versions
+    older than version `newest`. Returns the number of tokens that are too old. Tokens that are too
+    old stay in the trajectory, because they were part of the context in which later tokens were
+    sampled."""
     if not trajectory.versions:
         return 0
     versions, lengths = (

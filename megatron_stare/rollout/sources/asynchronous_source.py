@@ -201,8 +201,8 @@ class AsynchronousSource(RolloutSource):
         """Starts to sample the batches of all steps, in step order.
 
         Before each step, waits until the oldest weights that the step may use are published. After
-        a step begins, waits until the step neither takes prompts from the stream nor returns
-        prompts to the stream any more.
+        a step begins, waits until the step no longer uses the prompt stream: the step will neither
+        take prompts from the stream nor return prompts to the stream.
         """
         try:
             for step in range(first, self._last + 1):

@@ -1,5 +1,5 @@
-"""Records the tool calls of environments in a journal. The journal records the request of a call
-before the call, and the answer after the call.
+"""Records the tool calls of environments in a journal. The journal records the request of a tool
+call before the call, and the answer after the call.
 
 The environment of a response runs again if the response is cut, or if a resumed run repeats the
 response. An environment that runs again receives the earlier answers of its tools from this
@@ -76,8 +76,8 @@ class CallJournal:
         self._writer = ThreadPoolExecutor(1, "calls")
 
     def find(self, response: ResponseKey, number: int, asked: str) -> Call | None:
-        """Returns the call with this number and request, or None if the call was never begun.
-        Raises DataError if the journal's file is damaged."""
+        """Returns the response's recorded call with index `number` and request `asked`, or None if
+        the response never began this call. Raises DataError if the journal's file is damaged."""
         return self._of(response.step).get(response, {}).get((number, asked))
 
     async def begin(self, response: ResponseKey, number: int, asked: str, call: str) -> Call:

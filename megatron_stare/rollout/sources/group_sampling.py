@@ -1,7 +1,7 @@
 """Selects the prompt groups that a step trains on. A step trains either on the groups of the next
 prompts, whatever their rewards are, or only on informative groups (dynamic sampling).
 
-Shape legend: a group consists of all trajectories of one prompt.
+A group consists of all trajectories of one prompt.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class EveryGroup(Groups):
     """Selects the groups of the next prompts, whatever the rewards of the groups are.
 
     Args:
-        groups: prompt groups per step.
-        samples: trajectories per prompt.
+        groups: number of prompt groups per step.
+        samples: number of trajectories per prompt.
     """
 
     def __init__(self, prompts: PromptStream, groups: int, samples: int) -> None:
@@ -148,12 +148,12 @@ class InformativeGroups(Groups):
 
     If all rounds together yield too few informative groups, dropped groups fill up the step, in
     prompt order. A dropped group that fills up a step contributes no gradient. If the loss is
-    divided by the number of tokens, that number also counts the tokens of dropped groups that fill
-    up the step.
+    divided by the number of tokens, this number includes the tokens of dropped groups that fill up
+    the step.
 
     Args:
-        groups: prompt groups per step.
-        samples: trajectories per prompt.
+        groups: number of prompt groups per step.
+        samples: number of trajectories per prompt.
         per_round: number of prompt groups that are sampled together in one round. The product of
             `per_round` and `most_rounds` must be at least `groups`.
     """

@@ -64,7 +64,7 @@ class _Reader:
         self._read = dict.fromkeys(COLUMNS, 0)
 
     def next(self, where: dict[str, Any], *names: str) -> Iterator[Any]:
-        """Yields the columns `names` of one index entry, then the routed experts of this entry."""
+        """Yields, for one index entry, the columns that `names` lists, then the routed experts."""
         for name in names:
             start, end = self._read[name], self._read[name] + where["length"]
             if end > len(self._tensors[name]):

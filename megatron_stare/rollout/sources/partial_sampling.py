@@ -10,7 +10,7 @@ length of a round is a number of tokens, not a time. With this definition of a r
 of groups depends only on seeds and weights. As in APRIL (arXiv 2509.18521), more groups are sampled
 than a step takes.
 
-Shape legend: a group consists of all responses to one prompt.
+A group consists of all responses to one prompt.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class PartialGroups(Groups):
     order in which they were dropped.
 
     Args:
-        groups: prompt groups per step.
-        samples: responses per prompt.
-        under_way: prompt groups in progress at a time, at least `groups`.
+        groups: number of prompt groups per step.
+        samples: number of responses per prompt.
+        under_way: number of prompt groups in progress at a time, at least `groups`.
         tokens: number of tokens by which each unfinished response grows in a round.
         refills: maximum number of refills per step, including the refill at the start of the step.
-            If `refills` is None, dynamic sampling is off and groups are selected whatever their
+            If `refills` is None, dynamic sampling is off, and the selection of groups ignores
             rewards.
     """
 

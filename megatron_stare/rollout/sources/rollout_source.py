@@ -145,7 +145,7 @@ class RolloutSource(ABC):
       resumed.
 
     - The weight version of a token is the version of the weights that sampled the token. No token
-      is older than the configured bound. With a bound of 0, every batch equals the batch of
+      is older than the configured bound. With an age bound of 0, every batch equals the batch of
       SynchronousSource bit for bit.
 
     - After `publish`, no replica samples from a mixture of weight versions.
@@ -166,8 +166,8 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, int]:
-        """Returns the state of the prompt stream before the first prompt that is neither in a
-        returned batch nor stored by `Groups.kept`.
+        """Returns the state that the prompt stream had before the first unused prompt. A prompt is
+        unused if no returned batch contains the prompt and `Groups.kept` does not store the prompt.
 
         A source that resumes from this state uses each prompt exactly once.
         """
@@ -186,7 +186,8 @@ class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
     `verify`: function that takes the number of answers to verify, and returns an async context
-        manager. The context manager yields the Judge of these answers; see rewards/verdicts.py.
+        manager. The context manager yields a Judge, which verifies these answers; see
+        rewards/verdicts.py.
     `calls`: journal of tool calls. By default, the journal of tool calls is kept only in the memory
         of this process.
     """
@@ -205,7 +206,7 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]] | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """Runs `made` in a new event loop and returns the trajectories."""
+        """Runs the coroutine method `made` in a new event loop and returns the trajectories."""
         return run_whole(
             lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified)
         )
@@ -229,7 +230,7 @@ class Rollouts:
         Args:
             enough: called with all verified trajectories of a prompt. Once `enough` returns True,
                 unfinished trajectories are cancelled and left out of the result.
-            wanted: prompt and sample number of every trajectory to make. If `wanted` is None, all
+            wanted: prompt and sample index of every trajectory to make. If `wanted` is None, all
                 samples of all prompts are made.
             verified: called with each trajectory after its verdict.
 
@@ -390,7 +391,7 @@ class GroupSampling(Protocol):
 
 
 def training_params(params: SamplingParams) -> SamplingParams:
-    """Returns `params`. Raises ValueError if these parameters do not sample from the full
+    """Returns `params`. Raises ValueError if `params` would not sample from the policy's full
     distribution."""
     if params.greedy or params.top_p != 1:
         raise ValueError(f"training samples from the whole distribution, not with {params}")

@@ -1,8 +1,9 @@
 """Serves the environment of one response: generates the policy's tokens turn by turn, and calls
 tools.
 
-Requests go to the engines through Serving. UnderWay keeps the engines' answers, and the journal of
-calls keeps the tools' answers. An environment that runs again therefore receives the same answers.
+Requests go to the engines through a `Serving` object. An `UnderWay` object keeps the engines'
+answers, and the journal of calls keeps the tools' answers. An environment that runs again therefore
+receives the same answers.
 """
 
 from __future__ import annotations
@@ -238,9 +239,9 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
 
 
 def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
-    """Returns the stop string that is completed by the last token of `tokens` [n]. Returns None if
-    the last token completes no stop string. The tokens before the last token must not contain a
-    whole stop string."""
+    """Returns the stop string that the last token of `tokens` [n] completes. Returns None if the
+    last token completes no stop string. The tokens before the last token must not contain a whole
+    stop string."""
     longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
     text = text_of(tokens[-longest:], "length", tokenizer)
     return next((stop for stop in stops if stop in text), None)

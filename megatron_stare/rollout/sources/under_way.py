@@ -28,14 +28,15 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Ends the environment of a response that has reached the token limit of the current round. The
-    response is cut and continues later. Like CancelledError, ResponseCut does not derive from
-    Exception. An environment that catches Exception therefore does not catch ResponseCut."""
+    """Exception that ends the environment of a response when the response has reached the token
+    limit of the current round. The response is cut and continues later. Like CancelledError,
+    ResponseCut does not derive from Exception. An environment that catches Exception therefore does
+    not catch ResponseCut."""
 
 
 class ResponseGivenUp(BaseException):
-    """Ends an environment whose response cannot be continued, because the outcome of one of its
-    tool calls is unknown."""
+    """Exception that ends an environment whose response cannot be continued, because the outcome of
+    one of its tool calls is unknown."""
 
 
 _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
@@ -95,8 +96,8 @@ class UnderWay:
         `calls`: tool calls of the environment, in order. Each entry of `calls` is a pair of the
             request's checksum and the call's id.
         `context`: checksum of the context of the last answer, if the last answer is incomplete.
-        `replica`: number of the replica that sampled the last tokens. Checkpoints do not store the
-            replica's number.
+        `replica`: index of the replica that sampled the last tokens. Checkpoints do not store the
+            index of the replica.
         `trajectory`: the finished, verified response.
     """
 
@@ -115,8 +116,8 @@ class UnderWay:
         return ResponseKey(self.step, self.prompt.cursor, self.sample_index)
 
     def called(self, number: int, asked: str) -> str | None:
-        """Returns the id of tool call `number`, or None if the environment has not begun this call
-        before.
+        """Returns the id of the tool call with index `number`, or None if the environment has not
+        begun this call before.
 
         Raises:
             DataError: the call `number` of the earlier run had another request.
@@ -129,7 +130,7 @@ class UnderWay:
         return call
 
     def begin_call(self, number: int, asked: str, call: str) -> None:
-        """Stores the tool call with this number, unless the call is already stored."""
+        """Stores the tool call with index `number`, unless the call is already stored."""
         if number >= len(self.calls):
             self.calls.append((text_checksum(asked), call))
 
@@ -147,7 +148,8 @@ class UnderWay:
         return sum(map(len, self.answers)) if self.trajectory is None else len(self.trajectory)
 
     def answer(self, call: int, context: Sequence[int]) -> Answer:
-        """Returns the stored answer to this call of `generate`, or a new, empty answer.
+        """Returns the stored answer to the call of `generate` with index `call`, or a new, empty
+        answer.
 
         Raises:
             DataError: the stored answer was cut, and its context differs from `context`.

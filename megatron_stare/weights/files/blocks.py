@@ -2,8 +2,8 @@
 handle one block at a time.
 
 A block contains some rows of one Megatron tensor of the whole model, and the corresponding rows of
-the Hugging Face tensors. The size of a block is a few MB. A conversion in either direction holds at
-most one block in memory.
+the Hugging Face tensors. By default, a block has at most 16 MiB, unless a single row or query group
+is larger. A conversion in either direction holds at most one block in memory.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ _PIECE = 1 << 24  # bytes compared at a time
 
 def rules(shape: ModelShape) -> list[Rule]:
     """Returns a rule for each parameter of the model, with layer and expert numbers filled into the
-    names. A parameter with two names gets only one rule."""
+    names. If several rules name the same Hugging Face tensors, only the first of these rules is
+    returned."""
     family = family_of(shape)
     found: dict[tuple[str, ...], Rule] = {}
     for rule in family.rules:

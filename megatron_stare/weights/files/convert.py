@@ -338,7 +338,7 @@ class Progress:
 
     Args:
         what: name of the work, like 'convert'.
-        total: bytes.
+        total: number of bytes to process.
     """
 
     def __init__(self, what: str, total: int) -> None:
@@ -373,7 +373,7 @@ class Progress:
             print(self._line(), file=sys.stderr)
 
     def advance(self, nbytes: int) -> None:
-        """Counts `nbytes` more."""
+        """Adds `nbytes` to the number of processed bytes."""
         self._done += nbytes
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done)

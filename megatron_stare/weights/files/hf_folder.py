@@ -46,7 +46,8 @@ Shapes = Mapping[str, tuple[int, ...]]  # by tensor name
 
 
 def locate(path: Path) -> dict[str, Path]:
-    """Returns the file that holds each tensor of a Hugging Face folder, by tensor name.
+    """Returns a dict that maps the name of each tensor in a Hugging Face folder to the file that
+    holds the tensor.
 
     Raises:
         DataError: the folder has no safetensors files, the index cannot be read, or a file that the
@@ -223,8 +224,8 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype]) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Returns the most frequent dtype of a model's tensors. Also returns, by name, the dtype of
-    every tensor that has another dtype."""
+    """Returns the most frequent dtype of a model's tensors. Also returns the dtypes of all tensors
+    with another dtype, by tensor name."""
     main = Counter(dtypes.values()).most_common(1)[0][0]
     return main, {name: dtype for name, dtype in dtypes.items() if dtype != main}
 

@@ -1,5 +1,5 @@
-"""Runs one function on several parts of a job and counts the progress. Each part runs in its own
-process."""
+"""Runs one function on several parts of a job and counts the progress. If there are several parts,
+each part runs in its own process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reads and writes safetensors files piece by piece. This module also reads and creates the headers
 of the files. A file's header gives the place of each tensor in the file.
 
-A file holds the length of its header (8 bytes), the header (JSON with the name, dtype, shape, first
-and last byte of each tensor) and the data.
+A file holds the length of its header (8 bytes), then the header (JSON with the name, dtype, shape
+and byte range of each tensor), then the data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_HEADER = 100_000_000  # bytes, the library's limit
 
 
 class Buffer:
-    """Memory that is handed out in parts. After `clear`, the memory is reused for the next block.
+    """Memory from which callers take parts. After `clear`, callers can take the same memory again.
 
     Reuse saves page faults, because newly allocated memory costs a page fault every 4 KB.
     """
@@ -51,7 +51,7 @@ class Buffer:
         return self._memory[start : start + nbytes]
 
     def clear(self) -> None:
-        """Takes back all memory that was handed out."""
+        """Makes all memory of the buffer available to `take` again."""
         if self._wanted > len(self._memory):
             self._memory = torch.empty(self._wanted, dtype=torch.uint8)
         self._used = self._wanted = 0
@@ -69,7 +69,7 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Returns every tensor of a file, by name. Reads only the header.
+    """Returns the Entry of every tensor in a file, by tensor name. Reads only the header.
 
     Raises:
         DataError: the file is missing, is not a safetensors file, or ends before its last tensor.

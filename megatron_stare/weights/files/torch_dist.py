@@ -1,5 +1,5 @@
-"""Reads megatron-core's distributed checkpoints (format torch_dist) by rows, without a process
-group.
+"""Reads rows of tensors from megatron-core's distributed checkpoints (format torch_dist), without a
+process group.
 
 The files have the format of torch.distributed.checkpoint. `.metadata` lists the tensors. For each
 chunk of a tensor, `.metadata` gives the file and the byte range. Each chunk is stored as one
@@ -230,7 +230,7 @@ class TorchDist:
         return None
 
     def _read(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> Tensor:
-        """Reads rows [start, stop) of the matrix at `index` in a chunk, and no other bytes."""
+        """Reads only the bytes of rows [start, stop) of the matrix at `index` in a chunk."""
         at, part = self._find(chunk, index, start, stop)
         file = self.path / chunk.file
         data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
@@ -268,8 +268,9 @@ class TorchDist:
 
 
 def check_checkpoint(checkpoint: TorchDist, shape: ModelShape, blocks: Sequence[Block]) -> None:
-    """Checks that the checkpoint holds exactly the model's parameters, in the right shapes. Ignores
-    tensors that are not part of the model, such as optimizer states.
+    """Checks that the checkpoint holds exactly the model's parameters, in the right shapes.
+    Parameters with one row per vocabulary entry may have padding rows. Ignores tensors that are not
+    part of the model, such as optimizer states.
 
     Raises:
         DataError: the first mismatch.

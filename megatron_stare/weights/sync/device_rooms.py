@@ -1,7 +1,7 @@
-"""Provides memory for weight buckets, which another process on the same machine can access. The
-memory is on a GPU, or in shared-memory files on the host. Another process accesses memory on a GPU
-through a handle, and memory on the host through its file. Handles and files both work only within
-one machine."""
+"""Provides memory for weight buckets. Another process on the same machine can access the memory of
+the buckets. The memory is on a GPU, or in shared-memory files on the host. The other process
+accesses memory on a GPU through a handle, and memory on the host through the shared-memory file.
+Handles and files both work only within one machine."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class DeviceRooms:
 
 
 def open_shared(name: str, nbytes: int) -> torch.UntypedStorage:
-    """Opens a buffer of another process on this machine. Raises ValueError if no buffer for weights
-    on this machine has this name."""
+    """Opens a buffer of another process on this machine. Raises ValueError if this machine has no
+    weight buffer with the name `name`."""
     if not name.startswith(PREFIX) or "/" in name:
         raise ValueError(f"{name} is no bucket of weights")
     file = FOLDER / name

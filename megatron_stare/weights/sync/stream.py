@@ -134,7 +134,7 @@ def everywhere(
     iterator.
 
     Each rank sends its pieces of a bucket in one broadcast. Messages of two buckets are never in
-    flight at the same time. All ranks therefore make their calls in the same order, as NCCL
+    flight at the same time. All ranks therefore start their broadcasts in the same order, as NCCL
     requires.
 
     Args:

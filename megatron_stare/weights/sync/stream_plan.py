@@ -52,7 +52,7 @@ class Slot:
 @dataclass(frozen=True)
 class BucketLayout:
     """Layout of a bucket. A bucket contains complete tensors of one dtype, one after the other. A
-    receiver needs only this layout and the bytes of the bucket."""
+    receiver needs only the layout and the bytes of the bucket."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -174,8 +174,9 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Held:
-    """A piece of the Hugging Face tensor `hf` that a rank holds and could send. The tensor is split
-    into `parts` parts along dimension `cut`, and the piece is the part with index `part`."""
+    """A piece of the Hugging Face tensor `hf`. A rank holds the piece and could send the piece. The
+    tensor is split into `parts` parts along dimension `cut`, and the piece is the part with index
+    `part`."""
 
     hf: str
     dtype: torch.dtype
@@ -235,8 +236,9 @@ def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[Pla
 
 
 def _buckets(units: Sequence[list[PlannedTensor]], bucket_bytes: int) -> tuple[PlannedBucket, ...]:
-    """Fills buckets with units in order, one dtype after the other. With only one dtype in a
-    bucket, no padding is needed between tensors. A unit (see `_units`) is never split."""
+    """Fills buckets with the units, in order. All units of one dtype come before the units of the
+    next dtype. With only one dtype in a bucket, no padding is needed between tensors. A unit (see
+    `_units`) is never split."""
     buckets: list[list[PlannedTensor]] = []
     for dtype in dict.fromkeys(unit[0].dtype for unit in units):
         filled = 0

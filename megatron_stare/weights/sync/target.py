@@ -67,7 +67,7 @@ class SyncTarget(Protocol):
 
     Engines create a SyncTarget, and ranks send weights through the SyncTarget. A SyncTarget is
     serialised and sent to the ranks. Ranks compare SyncTargets by value. A rank that receives a
-    SyncTarget equal to its previous one keeps its Sender.
+    SyncTarget equal to its previous SyncTarget keeps its Sender.
     """
 
     @property
@@ -81,14 +81,14 @@ class SyncTarget(Protocol):
 
     @property
     def owners_send(self) -> bool:
-        """True if each rank sends the experts that the rank holds. If False, experts are sent like
-        all other tensors."""
+        """True if each rank sends the experts that the rank holds. If `owners_send` is False,
+        experts are sent like all other tensors."""
 
     @property
     def shares_devices(self) -> bool:
-        """True if engines run on the ranks' devices and open the ranks' memory there. With shared
-        devices, all ranks send at the same time, and each rank sends to the engines on its own
-        device."""
+        """True if engines run on the ranks' devices and open the memory of the ranks on these
+        devices. With shared devices, all ranks send at the same time, and each rank sends to the
+        engines on its own device."""
 
     def here(self, device: torch.device) -> Any:
         """Returns an identifier of this rank's machine and device."""
@@ -108,7 +108,8 @@ class SyncTarget(Protocol):
         """Makes a Sender to a single engine; see `sender`."""
 
     def joined(self, targets: Sequence[Any]) -> SyncTarget:
-        """Makes a target for the engines of all `targets`. This target is one of `targets`."""
+        """Makes a target for the engines of all `targets`. The target on which `joined` is called
+        must be one of `targets`."""
 
     def sender(self, rank: int) -> Sender:
         """Makes the Sender with which one trainer rank sends its weights."""
@@ -123,9 +124,9 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields each bucket as a handle for workers, together with the calls that the bucket
-        depends on. A caller should pass the calls that a bucket depends on, and the calls that use
-        the bucket, to the same `wait`, so that any error is raised immediately. Can be iterated
-        once.
+        depends on. A caller should use a single call of `wait` for two groups of calls: the calls
+        that a bucket depends on, and the calls that use the bucket. Any error is then raised
+        immediately. Can be iterated once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.
@@ -140,8 +141,8 @@ class WeightStream(Protocol):
         caller need not call `send_to` afterwards. Returns immediately."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """Sends all weights to the target. Returns one report per sender. The reports are meant for
-        the engines.
+        """Sends all weights to the target. Returns one report per sender. The caller passes the
+        reports to the engines.
 
         Args:
             prove: whether to report checksums, which prove that the values arrived.

@@ -161,8 +161,9 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns the group rank of each server's rank 0. A server's rank n comes n ranks after the
-    server's rank 0 in the group. The final entry of the list is the size of the group."""
+    """Returns, for each server, the rank that the server's rank 0 has in the process group. In the
+    process group, the ranks of one server are consecutive. The last entry of the list is the size
+    of the process group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 

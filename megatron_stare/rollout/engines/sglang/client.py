@@ -1,5 +1,5 @@
-"""Asynchronous client of one SGLang server. protocol.py makes the request bodies and parses the
-answers.
+"""Asynchronous client of one SGLang server. The module protocol.py makes the request bodies and
+parses the answers.
 
 Answers are JSON. Data from a server is never unpickled.
 """
@@ -202,7 +202,8 @@ class SGLangClient:
     async def asks_for_key(self) -> bool:
         """Returns True if the server refuses requests without the API key.
 
-        One request is enough, because SGLang protects all endpoints except /health in the same way.
+        Tests only one endpoint, because SGLang protects all endpoints except /health in the same
+        way.
         """
         headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
         status, _ = await self._request("GET", "/model_info", headers, None)
@@ -243,10 +244,11 @@ class SGLangClient:
         )
 
     async def release_memory(self, parts: Collection[str]) -> None:
-        """Releases the given parts of MEMORY (weights, cache). The server must have been started
-        with --enable-memory-saver (CUDA only). A server without --enable-memory-saver, such as a
-        CPU server, accepts the call but releases no memory. Releasing the cache drops the prefix
-        cache. Releasing any part crashes the server if a request is in flight."""
+        """Releases the given parts of the server's memory (the weights, the cache, or both). The
+        server must have been started with --enable-memory-saver (CUDA only). A server without
+        --enable-memory-saver, such as a CPU server, accepts the call but releases no memory.
+        Releasing the cache drops the prefix cache. Releasing any part crashes the server if a
+        request is in flight."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
@@ -269,8 +271,8 @@ class SGLangClient:
     async def checksums(self) -> list[dict[str, str]]:
         """Returns one dict of SGLang's parameter checksums for each tensor-parallel rank, including
         the ranks on other nodes. The keys are SGLang's parameter names. With attention data
-        parallelism, every group of ranks reports the checksums of all ranks, and the reports must
-        agree."""
+        parallelism, every group of ranks reports the checksums of all ranks. Raises SGLangError if
+        two reports of one rank's checksums differ."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks: dict[int, dict[str, str]] = {}
         for each in answer["ranks"]:
@@ -293,7 +295,7 @@ class SGLangClient:
 
 
 def _tags(parts: Collection[str]) -> list[str]:
-    """Returns SGLang's tags for the given parts of MEMORY."""
+    """Returns the tags by which SGLang names the given parts of its memory (see MEMORY)."""
     return [tag for part in MEMORY if part in parts for tag in TAGS[part]]
 
 
@@ -301,8 +303,8 @@ def _tags(parts: Collection[str]) -> list[str]:
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
     for every token, and no reference cycles. The garbage collector would therefore find nothing to
-    free in an answer. The garbage collector would still traverse the lists of every answer, and
-    would traverse all objects of the process after every few answers."""
+    free in an answer. Nevertheless, the garbage collector would traverse the lists of every answer.
+    After every few answers, the garbage collector would traverse all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -313,8 +315,8 @@ def collector_at_rest() -> Iterator[None]:
 
 
 async def everywhere(*calls: Any) -> list[Any]:
-    """Waits for all calls, so that no call is left running. If any call failed, raises the first
-    error."""
+    """Waits until all calls have ended. If calls failed, raises the error of the first failed call
+    in the order of the arguments."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

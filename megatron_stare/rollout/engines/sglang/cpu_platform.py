@@ -1,6 +1,6 @@
-"""Defines plug-ins with which SGLang runs on a CPU without an installed kernel package. SGLang
-loads the plug-ins through the entry-point groups `sglang.srt.platforms` and `sglang.srt.plugins`.
-The trainer never imports this module."""
+"""Defines plug-ins that let SGLang run on a CPU when SGLang's kernel package is not installed.
+SGLang loads the plug-ins through the entry-point groups `sglang.srt.platforms` and
+`sglang.srt.plugins`. The trainer never imports this module."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Replaces, through SGLang's hook registry, the functions of SGLang that do not suit this
-    project's CPU servers.
+    """Uses SGLang's hook registry to replace the SGLang functions that do not suit this project's
+    CPU servers.
 
     SGLang honours seeds only in deterministic inference, and deterministic inference requires a GPU
     or a kernel package. The functions that deterministic inference calls are therefore replaced.
     SGLang's processes also report their load in a file in /dev/shm, and a killed server would leave
-    this file behind. This function therefore moves the file to the server's own folder, which is
+    this file behind. The hooks therefore place the file in the server's own folder, which is
     removed with the server.
     """
     if torch.cuda.is_available():
@@ -83,17 +83,17 @@ def _let_open_shared() -> None:
 
 
 def _plain_kernels() -> None:
-    """Does nothing. Replaces SGLang's function that switches to batch-invariant kernels, so that
-    torch's own kernels stay in use."""
+    """Does nothing. Takes the place of the SGLang function that would switch from torch's own
+    kernels to batch-invariant kernels."""
 
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
-    """Does nothing. Replaces SGLang's function that pins host memory for copies to a GPU."""
+    """Does nothing. Replaces the SGLang function that pins host memory for copies to a GPU."""
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors in the way in which SGLang gathers tensors when its CPU engine is on. CPU
-    servers run with SGLang's CPU engine off, so SGLang itself would call a CUDA operator."""
+    """Gathers tensors with the code that SGLang uses when its CPU engine is on. This project's CPU
+    servers run with the CPU engine off, and SGLang would then call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
@@ -105,8 +105,8 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
     """Makes SGLang use its CPU code for padding. Padding is needed if groups of ranks serve
     separate requests. SGLang itself uses its CPU code for padding only if its CPU engine is on.
-    This function also defines the fill value for sequence lengths, which only the attention
-    backends of SGLang's CPU engine define."""
+    Also defines the fill value for sequence lengths, because only the attention backends of
+    SGLang's CPU engine define such a value."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -115,13 +115,13 @@ def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) 
 def copied_rows(
     to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool
 ) -> None:
-    """Copies rows between the tensor of one group's tokens and the tensor of all groups' tokens,
-    like SGLang's Triton kernel.
+    """Replaces SGLang's Triton kernel that copies rows between two tensors. One tensor holds the
+    tokens of one group of ranks, and the other tensor holds the tokens of all groups.
 
     Args:
         to, of: [n, ...], with equal numbers of columns.
         dim: 0.
-        offset: first row, in `of` if `offset_in_source`, else in `to`.
+        offset: first row to read in `of` if `offset_in_source`, else first row to write in `to`.
         rows: number of rows to copy, at most the lengths of `to` and `of`.
     """
     first, count = int(offset), min(int(rows), len(to), len(of))

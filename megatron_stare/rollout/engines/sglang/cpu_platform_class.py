@@ -1,5 +1,5 @@
-"""Defines CpuPlatform, the platform class that cpu_platform.py names. This module imports sglang,
-so only the server's environment can import this module."""
+"""Defines CpuPlatform, a platform class. The module cpu_platform.py returns this class's name to
+SGLang. This module imports sglang, so only the server's environment can import this module."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class DiskSync(WeightSync):
         self._files: list[Path] = []
 
     async def open(self) -> None:
-        """Does nothing, because loading from a folder needs no session."""
+        """Does nothing, because a server needs no weight-update session to load weights from a
+        folder."""
 
     async def meet(self, layouts: Sequence[ServerLayout]) -> None:
         self._files = []

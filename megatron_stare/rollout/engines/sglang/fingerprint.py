@@ -3,9 +3,9 @@ Pure.
 
 SGLang stacks some Hugging Face tensors into one parameter, and shards each parameter over the
 server's ranks. Each rank reports a hash of its shard of every parameter. This module therefore
-hashes the shards of the sent tensors in SGLang's stacking order. The hashes of all ranks are
-compared. The parameter names are compared too, because a server reports success even for an unknown
-name.
+hashes the shards of the sent tensors in SGLang's stacking order. The engine compares the hashes
+that each rank reports with the hashes that this module computes for the rank. The parameter names
+are compared too, because a server reports success even if an update contains an unknown name.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 @dataclass
 class Stack:
-    """Unfinished hash of one parameter on one rank. The parts of the parameter are added as they
-    arrive. The experts of a layer may come from several senders, and each sender hashes its own
+    """Unfinished hash of one parameter on one rank. The parts of the parameter are added one by
+    one. The experts of a layer may come from several senders, and each sender hashes its own
     experts. On servers with GPUs the hash is a sum over positions, so the hashes of several senders
     can be merged."""
 
@@ -109,14 +109,14 @@ class Fingerprint:
 
     def checksums(self) -> list[dict[str, str]]:
         """Returns one dict per rank, which maps SGLang's parameter names to the checksums that the
-        rank must report. Leaves out parameters of which a part is missing. Call this method only
-        once, after all tensors were added."""
+        rank must report. Leaves out every parameter of which a part was not sent. Call this method
+        only once, after all tensors were added."""
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Returns this sender's contribution to the checksums. For servers on GPUs, parameters of
-        experts are returned as unfinished Stacks, which are later merged with the Stacks of other
-        senders."""
+        """Returns this sender's contribution to the checksums. For servers on GPUs, the result
+        contains unfinished Stacks for the parameters of experts. The unfinished Stacks are later
+        merged with the Stacks of other senders."""
         return [
             {
                 n: s if s.placed else s.digest.hexdigest()
@@ -128,8 +128,8 @@ class Fingerprint:
 
 
 def checksums_of(ranks: Sequence[Mapping[str, str | Stack]]) -> list[dict[str, str]]:
-    """Returns the checksums by rank and parameter name. Leaves out parameters of which a part is
-    missing."""
+    """Returns one dict per rank, which maps parameter names to checksums. Leaves out every
+    parameter of which a part was not sent."""
     return [
         {
             n: s if isinstance(s, str) else s.digest.hexdigest()

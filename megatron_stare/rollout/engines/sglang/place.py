@@ -38,9 +38,10 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """Returns a text that identifies this machine or container. The text names the host, the boot
-    id, the network namespace and the shared memory. Any two machines or containers differ in the
-    host, the boot id, the network namespace or the shared memory."""
+    """Returns a text that identifies this machine or container. The text contains the host name,
+    the boot id, the network namespace and the device number of the shared memory. Any two machines
+    or containers differ in the host name, the boot id, the network namespace or the shared
+    memory."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))
@@ -50,7 +51,8 @@ def this_host() -> str:
 
 
 def uuid_of(device: int) -> str:
-    """Returns a GPU's UUID in the form that SGLang uses to find the GPU of a memory handle."""
+    """Returns a GPU's UUID in the form that SGLang uses. SGLang finds the GPU of a memory handle by
+    the GPU's UUID."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -105,8 +107,8 @@ def carriers(
 ) -> list[tuple[int, ...]]:
     """Assigns one trainer rank to every rank of every server. A server rank can open the memory of
     its trainer rank. On GPUs, a server rank and its trainer rank are on the same GPU. On CPUs, a
-    server rank and its trainer rank are on the same machine, and the machine's trainer ranks are
-    assigned in turn.
+    server rank and its trainer rank are on the same machine. The trainer ranks of a machine are
+    assigned to the machine's server ranks in turn.
 
     Args:
         servers: URL, place and layout of each server. The place of a server on GPUs lists the GPUs

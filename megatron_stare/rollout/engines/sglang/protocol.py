@@ -67,7 +67,8 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
     could therefore not be distinguished from wrong weights.
 
     Args:
-        arguments: the server's arguments, by name with dashes or underscores.
+        arguments: maps the names of the server's arguments to their values. The names may contain
+            dashes or underscores.
     """
     for name in ("quantization", "kv_cache_dtype"):
         value = str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
@@ -85,14 +86,15 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
     from the model. Also raises ConfigError for every speculative algorithm except NGRAM, because a
     weight sync to a server with a draft model was never tried.
 
-    A comparison with the trainer does not detect tokens that are not samples from the model,
-    because only log-probs are compared, and the log-probs of these tokens are right. On CPUs,
-    SGLang's verification of drafts takes the likeliest token at every temperature (eagle_utils.py,
-    0.5.23). On CUDA, speculative decoding returns exact samples if both acceptance thresholds are
-    1.
+    The run compares only the log-probs of server and trainer. Tokens that are not samples from the
+    model have correct log-probs, so a comparison of log-probs does not detect these tokens. On
+    CPUs, SGLang verifies drafts by taking the likeliest token, whatever the temperature is
+    (eagle_utils.py, 0.5.23). On CUDA, speculative decoding returns exact samples if both acceptance
+    thresholds are 1.
 
     Args:
-        arguments: the server's arguments, by name with dashes or underscores.
+        arguments: maps the names of the server's arguments to their values. The names may contain
+            dashes or underscores.
         device: the server's device type.
     """
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
@@ -142,8 +144,8 @@ def sampling_fields(
     max_new_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Returns a value for every sampling field that affects a response. Defaults of the server's
-    release and of the model folder therefore never apply.
+    """Returns a value for every sampling field that affects a response. The server therefore never
+    uses a default value of its SGLang release or of the model folder.
 
     The distribution is truncated only in evaluation, and only by top-p. In training, truncation
     would make the engine's distribution differ from the trainer's distribution. Top-k is set only
@@ -218,7 +220,7 @@ def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
 def read_prompt_log_probs(
     answer: Mapping[str, Any], tokens: Sequence[int], where: str
 ) -> list[float]:
-    """Parses the answer to a request whose body `prompt_body` made. Returns the log-prob, in nats,
+    """Parses the answer to a request with a body from `prompt_body`. Returns the log-prob, in nats,
     of every token except the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
@@ -315,8 +317,8 @@ def _column(
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
-    """Reads which weight versions sampled the `tokens` tokens of an answer. The answer's meta_info
-    gives the version of each span of tokens."""
+    """Returns the weight versions that sampled an answer's tokens. `tokens` is the number of tokens
+    in the answer. The answer's meta_info gives the version of each span of tokens."""
     runs: list[tuple[int, int]] = []
     end = 0
     for span in meta.get("weight_versions") or []:

@@ -165,8 +165,8 @@ class SGLangReplica(Replica):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """See Replica. Drops the user's flags, because only SGLang's own parser can check the
-        flags."""
+        """See Replica. Leaves out the user's flags (`sglang.flags`), because only SGLang's own
+        parser can check the flags."""
         try:
             if config.sglang.urls or Path(sglang_python(config)).exists():
                 return None
@@ -251,8 +251,9 @@ def sglang_python(config: Config) -> str:
 def server_options(
     config: Config, number: int = 0, node: int = 0, address: str = LOOPBACK
 ) -> ServerOptions:
-    """Returns the options for the process of server `number` on the server's node number `node`.
-    `address` is the address of the node."""
+    """Returns the options for one process of a server. `number` is the index of the server in the
+    run. `node` is the index of the process's node among the server's nodes. `address` is the
+    address of the node."""
     asked, device = config.sglang, server_device(config)
     process, processes = number * asked.nodes + node, config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -303,10 +304,10 @@ def served_dtype(config: Config) -> str:
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
     """Predicts how much memory one rank of a server uses on a GPU of `capacity` bytes. The rank
-    stores its shard of the weights and its part of the cache. The server uses at most a fraction of
-    the GPU (`sglang.memory_fraction`), and the cache takes the part of this fraction that the
-    weights leave free. If `sglang.cache_tokens` tokens need less memory, the cache takes only the
-    memory of these tokens."""
+    stores its shard of the weights and its part of the cache. The server uses at most the fraction
+    `sglang.memory_fraction` of the GPU's memory. The cache takes the memory that the weights leave
+    free within `sglang.memory_fraction`. If `sglang.cache_tokens` tokens need less memory, the
+    cache takes only the memory for `sglang.cache_tokens` tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel

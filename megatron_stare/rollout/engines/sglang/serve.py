@@ -31,13 +31,13 @@ SCRATCH_VARIABLE = "TMPDIR"  # the server's own folder, removed with it
 
 
 def _let_torchvision_import() -> None:
-    """Defines the operators that `import torchvision` needs, if torchvision's own library does not
-    load.
+    """Defines the operators that `import torchvision` needs, unless torchvision's own library
+    loads.
 
-    The library in torchvision's CPU wheel can require CUDA libraries that are missing, and then the
-    library does not load. If the library loads, its static initialiser defines the operators. The
-    initialiser would crash the process if the operators already existed. This function therefore
-    tries to import torchvision before it defines any operator.
+    The library in torchvision's CPU wheel can require CUDA libraries, and does not load if the CUDA
+    libraries are missing. If torchvision's library loads, its static initialiser defines the
+    operators. The initialiser would crash the process if the operators already existed. This
+    function therefore tries to import torchvision before it defines any operator.
     """
     import torch
 
@@ -79,9 +79,9 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process at once; the guard then ends the process group (see `_guard`). A normal
-    exit of the interpreter would never finish, because the exit waits for SGLang's ranks and the
-    ranks wait for requests."""
+    """Ends this process at once. The guard process (see `_guard`) then ends the process group. A
+    normal exit of the interpreter would never finish, because the exit waits for SGLang's ranks and
+    the ranks wait for requests."""
     # Remove it now: after the ranks are gone its owner is unknown, and they may end before the
     # guard runs.
     remove_shared_memory(os.getpgid(0))

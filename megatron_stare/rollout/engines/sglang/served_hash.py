@@ -30,16 +30,16 @@ class Digest(Protocol):
     """Incremental hash of the concatenated bytes of several tensors."""
 
     def update(self, part: Tensor) -> None:
-        """Adds the elements of the tensor `part` in order. The tensor may have any dtype, shape and
-        stride, and may change after the call."""
+        """Adds the bytes of the tensor `part`, in the order of the tensor's elements. The tensor
+        may have any dtype, shape and stride, and may change after the call."""
 
     def hexdigest(self) -> str:
         """Returns 16 hexadecimal digits. Nothing may be added afterwards."""
 
 
 def digest_on(device: str) -> Digest:
-    """Returns an empty Digest of the kind that a server on `device` reports. `device` is the device
-    in the server's /server_info. The device of AMD GPUs is also called cuda."""
+    """Returns an empty Digest for the kind of hash that a server on `device` reports. `device` is
+    the device type in the server's /server_info. AMD GPUs also have the device type cuda."""
     return TiledDigest() if device == "cuda" else Sha256Digest()
 
 
@@ -89,9 +89,9 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds a part at byte offset `start`. Parts may come in any order. Parts can also be added
-        to several digests, which `joined` then merges. `start` and the part's size must be
-        multiples of four bytes."""
+        """Adds the bytes of the tensor `part` at byte offset `start` of the hashed bytes. Parts may
+        come in any order. Parts can also be added to several digests, which `joined` then merges.
+        `start` and the part's size must be multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")

@@ -46,8 +46,8 @@ RANKS = "sglang"  # prefix of the names of the ranks' processes
 
 class ServerProcess:
     """Process group of a server that this process started. A multi-node server has one process
-    group on each node. The process group ends with `close`, or when this process ends for any
-    reason.
+    group on each node. `close` ends the process group. The process group also ends when this
+    process ends for any reason.
 
     Args:
         meeting: rendezvous host:port of a multi-node server's ranks.
@@ -158,7 +158,7 @@ class ServerProcess:
         return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
 
     def _said(self) -> str:
-        """Returns the end of the server's log in whole lines, at most LOG_BYTES. SGLang logs
+        """Returns the last lines of the server's log, at most LOG_BYTES bytes in total. SGLang logs
         continuously, so the log of a long run is large."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             before = max(log.seek(0, os.SEEK_END) - LOG_BYTES, 0)

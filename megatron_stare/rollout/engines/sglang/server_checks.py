@@ -269,8 +269,8 @@ def _check_host(asked: SGLangConfig) -> None:
 
 
 def _check_nodes(config: Config, options: ServerOptions) -> None:
-    """Raises ConfigError if a server's ranks do not divide evenly over its nodes, or if the sync
-    method could not send weights to ranks on other nodes."""
+    """Raises ConfigError if a server's ranks cannot be divided evenly over the server's nodes. Also
+    raises ConfigError if the sync method could not send weights to ranks on several nodes."""
     asked = config.sglang
     if options.tensor % options.nodes:
         raise ConfigError(

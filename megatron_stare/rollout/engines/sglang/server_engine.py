@@ -1,7 +1,8 @@
 """Implements the engine interface on one SGLang server.
 
-The pool sends requests through an engine worker. The trainer's weight stream provides buckets of
-weights. The run starts the server or attaches to a running server by URL.
+The engine pool sends requests to the engine through an engine worker. The trainer's weight stream
+provides the engine with buckets of weights. The run starts the server or attaches to a running
+server by URL.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class CacheRoom:
 
     @property
     def size(self) -> int:
-        """Maximum number of concurrent requests at the server, at least 1."""
+        """Current limit on the number of concurrent requests at the server. The limit is at least
+        1."""
         return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:
@@ -272,8 +274,8 @@ class SGLangEngine(ServedEngine):
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine on the engine's loop. Uses another thread if the caller's thread already
-        runs an event loop, for example under the inline runner."""
+        """Runs a coroutine on the engine's event loop. Uses another thread if the caller's thread
+        already runs an event loop, for example under the inline runner."""
         if not _in_event_loop():
             return run_on(self._loop, make)
         # this block waits for the thread to end, so that the loop never runs twice at once
@@ -533,8 +535,8 @@ async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> Non
     short response for each stop token. A large bias on the stop token's logit makes the server
     sample this token, whatever the model's weights are.
 
-    A response must include its stop token and the stop token's log-prob, because the policy sampled
-    the stop token and trains on all sampled tokens.
+    A response must include its stop token and the stop token's log-prob, because training uses all
+    tokens that the policy sampled, including the stop token.
 
     Raises:
         SGLangError: a stop token does not end the response, is not reported as the reason for the

@@ -70,7 +70,8 @@ class ServerLayout:
 
     def require_family(self, shape: ModelShape, where: str) -> None:
         """Raises ConfigError if the server uses attention DP for a model that does not support
-        attention DP. SGLang would silently ignore attention DP, and would sample wrong tokens."""
+        attention DP. For a model that does not support attention DP, SGLang would silently ignore
+        attention DP and sample wrong tokens."""
         if self.data > 1 and not family_of(shape).served_by_groups:
             can = ", ".join(
                 name for name, family in sorted(FAMILIES.items()) if family.served_by_groups
@@ -88,8 +89,8 @@ class ServerLayout:
         return self.tensor // self.data
 
     def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
-        """Returns the parts of a Hugging Face tensor that a rank holds. The caller concatenates the
-        parts. The parts are views if possible.
+        """Returns one rank's parts of a Hugging Face tensor. The caller concatenates the parts. The
+        parts are views of the tensor if possible.
 
         Returns no parts for an expert that another rank owns.
 

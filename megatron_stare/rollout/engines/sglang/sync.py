@@ -1,8 +1,8 @@
 """Defines the interface through which tensor_sync.py, disk_sync.py and broadcast.py send weights to
 SGLang servers in buckets.
 
-An update involves senders and engines, often in different processes. Senders hold the tensors. Each
-server has an engine that manages the server.
+A weight update involves senders and engines, often in different processes. Senders hold the
+tensors. Each server has an engine that manages the server.
 
     engines `open` -> every sender in turn: `meet`, `send` bucket by bucket, `left` -> engines
     `load`
@@ -11,8 +11,8 @@ Each sender creates one `Sending` object per update. Each `Sending` object retur
 which is passed to the engines.
 
 WeightSync itself never publishes a weight version. The engine publishes the version after the
-engine has compared the server's weights with the sent weights. A failure raises a UserError and
-leaves servers with a mixture of old and new weights.
+engine has compared the server's weights with the sent weights. A failed update raises a UserError
+and leaves servers with a mixture of old and new weights.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Bucket = Sequence[tuple[str, Tensor]]
 
 
 class WeightSync(ABC):
-    """Transfers weights, one update at a time. `open` and `meet` also clean up after a failed
-    update.
+    """Transfers weights to servers. A WeightSync runs only one update at a time. `open` and `meet`
+    also clean up after a failed update.
 
     Args:
         clients: clients of all servers that this object updates.
@@ -216,8 +216,9 @@ class Sending:
         await everywhere(self._sync.send(bucket, handles), hashing)
 
     def hash(self, bucket: Bucket) -> None:
-        """Hashes a bucket. Does nothing if this update does not verify values. Call this method
-        exactly once for each bucket, and never for two buckets at the same time."""
+        """Hashes a bucket. Does nothing if the update does not verify the values of the weights.
+        Call this method exactly once for each bucket, and never for two buckets at the same
+        time."""
         for name, tensor in bucket:
             for fingerprint in self._fingerprints.values():
                 fingerprint.add(name, tensor)

@@ -65,8 +65,8 @@ class TensorSync(WeightSync):
         )
 
     def _packed(self, bucket: Bucket) -> list[str]:
-        """Returns the pickled bucket for each rank of all servers. On GPUs, each rank gets its own
-        handles, because only one process may open a handle."""
+        """Returns a list with one pickled copy of the bucket for each rank of each server. On GPUs,
+        each rank gets its own handles, because only one process may open a handle."""
         # kept alive until all servers have copied the memory
         lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]
         ranks = sum(layout.tensor for layout in self._layouts)
@@ -104,9 +104,9 @@ def packed(bucket: Bucket) -> str:
 
 class _BytesPickler(pickle._Pickler):  # the C version does its own name lookup
     """Pickles the bytes of a storage, with a reference to torch's own function for loading the
-    bytes. In this process, megatron-core 0.19 replaces torch's loading function with its own
-    function. Servers do not have megatron-core's loading function, and refuse a pickle that refers
-    to it."""
+    bytes. In this process, megatron-core 0.19 replaces torch's function for loading a storage with
+    a function of megatron-core. Servers do not have the function of megatron-core, and refuse a
+    pickle that refers to this function."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
@@ -132,8 +132,8 @@ class _HandlePickler(ForkingPickler):
 
 
 class _SharedPickler(ForkingPickler):
-    """Shares CPU tensors by the name of the shared-memory file that contains them. Only servers
-    with this project's plug-ins can open the file."""
+    """Shares a CPU tensor by the name of the shared-memory file that contains the tensor. Only
+    servers with this project's plug-ins can open the shared-memory file."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.UntypedStorage) and (name := shared_name(thing)) is not None:

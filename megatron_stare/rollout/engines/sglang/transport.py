@@ -1,4 +1,4 @@
-"""HTTP transport to one SGLang server, using aiohttp."""
+"""Sends HTTP requests to one SGLang server, through aiohttp."""
 
 from __future__ import annotations
 

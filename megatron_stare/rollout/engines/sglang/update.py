@@ -1,5 +1,6 @@
-"""Runs one weight update of the SGLang servers. The steps are: pause, receive weights, compare
-names and checksums, publish the version, resume.
+"""Runs one weight update of the SGLang servers. In an update, the servers pause and receive
+weights. Names and checksums of the weights are then compared, the new version is published, and the
+servers resume.
 
 Weights are changed in place, so an update cannot be undone. After an error, the caller must assume
 that every server holds a mixture of old and new weights. After an error, the caller must also leave
@@ -78,7 +79,8 @@ class WeightUpdate:
         await self._sync.open()
 
     async def send(self, bucket: Bucket) -> None:
-        """Sends a bucket from this process. Raises WeightUpdateError if a name was sent before."""
+        """Sends a bucket from this process. Raises WeightUpdateError if a tensor with the same name
+        was already sent in this update."""
         if self._sending is None:
             self._sending = Sending(self._sync, self._shape, self._dtype, self.layouts, self.proves)
             await self._sending.begin()

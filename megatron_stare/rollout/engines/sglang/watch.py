@@ -1,6 +1,7 @@
 """Checks that a server is alive and holds the weights that it received.
 
-The run checks a server after a failed call, and periodically while a call waits.
+The run checks a server after a failed call, and periodically while a call waits for the server's
+answer.
 """
 
 from __future__ import annotations
