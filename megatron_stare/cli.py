@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

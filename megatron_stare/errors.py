@@ -12,11 +12,15 @@ from typing import Any
 class UserError(Exception):
     """Error that the user can fix.
 
+    `exit_code`: exit code of a command that the error ends. 2 by default.
+
     Args:
         what: the fault, in one sentence.
         where: file, line or configuration key of the fault.
         fix: suggested remedy.
     """
+
+    exit_code = 2
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         # positional args only, so that the error survives pickling

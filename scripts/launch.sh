@@ -71,6 +71,16 @@ show_and_run() {
     [ "${DRY_RUN:-0}" = 1 ] || "$@"
 }
 
+# Waits for a process of this script to end, which a signal that the script traps does not shorten; leaves its exit
+# code in `status`.
+wait_for() {
+    while true; do
+        # shellcheck disable=SC2034 # the callers read it
+        wait "$1" && status=0 || status=$?
+        kill -0 "$1" 2>/dev/null || break
+    done
+}
+
 # The IPv4 address of a node by its name, as this machine's resolver finds it: gRPC, by which Ray speaks, asks DNS
 # servers, and may not look into /etc/hosts. The name itself where only loopback addresses are known.
 address_of() {
@@ -182,7 +192,8 @@ settings_of_recipe() {
 
 # Trains. Arguments: the recipe, key=value words.
 launch() {
-    local recipe="${1:-}" settings resume=()
+    # a driver that is killed, by Ray or for memory, is started again
+    local recipe="${1:-}" settings options=(--supervise)
     case "$recipe" in
     -h | --help)
         usage_of "$0"
@@ -202,15 +213,15 @@ launch() {
         settings+=(${planned_layout[@]+"${planned_layout[@]}"})
     fi
     settings=("run.dir=$RUN_DIR" "${settings[@]}")
-    if [ "$RESUME" = 1 ] || { [ "$RESUME" = auto ] && [ -e "$RUN_DIR/config.yaml" ]; }; then resume=(--resume); fi
-    if [ -n "${STOP_AFTER:-}" ]; then resume+=(--stop-after "$STOP_AFTER"); fi
-    local train=("$PYTHON" -m megatron_stare.cli train "recipes/$recipe" "${settings[@]}" ${resume[@]+"${resume[@]}"})
+    if [ "$RESUME" = 1 ] || { [ "$RESUME" = auto ] && [ -e "$RUN_DIR/config.yaml" ]; }; then options+=(--resume); fi
+    if [ -n "${STOP_AFTER:-}" ]; then options+=(--stop-after "$STOP_AFTER"); fi
+    local train=("$PYTHON" -m megatron_stare.cli train "recipes/$recipe")
+    local joins=(${RAY_ADDRESS:+"runtime.ray_address=$RAY_ADDRESS"})
     if [ "$DRY_RUN" = 1 ]; then
         # what the run would be started with, and then the check of it, which asks no cluster
-        show_and_run "${train[@]}" ${RAY_ADDRESS:+"runtime.ray_address=$RAY_ADDRESS"}
-        exec "${train[@]}" --dry-run
+        show_and_run "${train[@]}" "${settings[@]}" ${joins[@]+"${joins[@]}"} "${options[@]}"
+        exec "${train[@]}" "${settings[@]}" "${options[@]}" --dry-run
     fi
-    if [ -n "${RAY_ADDRESS:-}" ]; then train+=("runtime.ray_address=$RAY_ADDRESS"); fi
     unset RAY_ADDRESS # Ray reads it, too, wherever it starts
-    exec "${train[@]}"
+    exec "${train[@]}" "${settings[@]}" ${joins[@]+"${joins[@]}"} "${options[@]}"
 }

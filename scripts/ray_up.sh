@@ -12,7 +12,8 @@
 #   GPUS CPUS   that Ray counts on this node (what there is)
 #   RESOURCES   further ones as JSON, such as {"fake_gpu": 1}
 #   OBJECT_STORE_GB    shared memory of this node for objects, 10^9 bytes (Ray's: 30 % of memory)
-#   BLOCK       1: stays, and ends with Ray; for srun and containers (0)
+#   BLOCK       1: stays until it is told to end, and starts Ray again if Ray dies; for srun and containers (0)
+#   LASTED_S    seconds that a Ray must have run to be started again (60)
 #   WAIT_NODES  of a head: waits until so many nodes have joined, and ends (0: does not wait, but starts)
 #   WAIT_S      limit of that wait, seconds (300)
 #   PYTHON      of this project's environment (.venv/bin/python of this project)
@@ -77,8 +78,18 @@ fi
 [ -z "${RESOURCES:-}" ] || start+=("--resources=$RESOURCES")
 [ -z "${OBJECT_STORE_GB:-}" ] || start+=("--object-store-memory=$((OBJECT_STORE_GB * 1000000000))")
 [ "$BLOCK" = 0 ] || start+=(--block)
-if [ "$BLOCK" = 1 ]; then
-    show_and_run exec "${start[@]}" # what ends this script is to end Ray
-else
+if [ "$BLOCK" = 0 ] || [ "$DRY_RUN" = 1 ]; then
     show_and_run "${start[@]}"
+    exit 0
 fi
+told=
+trap 'told=1; kill -TERM "$running" 2>/dev/null || true' TERM INT
+while true; do
+    began=$SECONDS
+    "${start[@]}" &
+    running=$!
+    wait_for "$running"
+    # 1: one of its processes died. A Ray that does not last a minute would not last the next time either.
+    { [ -z "$told" ] && [ "$status" = 1 ] && [ $((SECONDS - began)) -ge "${LASTED_S:-60}" ]; } || exit "$status"
+    echo "a process of Ray died on $(hostname): Ray starts again" >&2
+done

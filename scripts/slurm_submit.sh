@@ -22,7 +22,10 @@
 #   WORK DRY_RUN     as in scripts/launch.sh; DRY_RUN=1 also prints what the job would do
 # A job that is requeued, here or by Slurm when a node fails, finds its run in RUN_DIR and goes on from the newest
 # checkpoint; where a node failed, run.checkpoint_every says how many steps may be done again. A run that ends by itself
-# ends the job, unless it says by its exit code that it is to be continued (STOP_AFTER).
+# ends the job, except where it says by its exit code that it is to be continued (STOP_AFTER, a lost node or cluster), or
+# was killed: then the job is requeued if a checkpoint was made in this start.
+# scancel --batch --signal=USR1 JOB saves and requeues, --signal=TERM saves and ends. A plain scancel ends Ray as well,
+# and nothing is saved. For preemption, Slurm needs PreemptParameters=send_user_signal and a GraceTime of GRACE_S.
 set -euo pipefail
 ROOT="${MEGATRON_STARE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}" # Slurm runs a copy of this file
 # shellcheck source=scripts/launch.sh
@@ -132,24 +135,35 @@ job() {
         show_and_run scontrol requeue JOB
         return
     fi
+    local before
+    before="$(checkpoints)"
     RAY_ADDRESS="$head:$port" bash "$@" &
     run=$!
-    requeue=0
-    trap 'requeue=1; kill -USR1 "$run" 2>/dev/null || true' USR1
-    trap 'kill -TERM "$run" 2>/dev/null || true' TERM
-    # a signal ends the first wait; the run then closes and is waited for again
-    while true; do
-        wait "$run" && status=0 || status=$?
-        kill -0 "$run" 2>/dev/null || break
-    done
+    told=none
+    trap 'told=USR1; kill -USR1 "$run" 2>/dev/null || true' USR1
+    trap 'told=TERM; kill -TERM "$run" 2>/dev/null || true' TERM
+    wait_for "$run"
     [ "${#cluster[@]}" = 0 ] || kill "${cluster[@]}" 2>/dev/null || true
-    case "$requeue$status" in
-    ?"$TO_BE_CONTINUED" | 1143 | 1138) # it saved; or was told to end before that; or had not begun
-        echo "out of time: requeued; the job resumes from the newest checkpoint"
-        scontrol requeue "$SLURM_JOB_ID"
-        ;;
-    *) exit "$status" ;;
+    case "$told $status" in
+    "USR1 $TO_BE_CONTINUED" | "USR1 143" | "USR1 138") # it saved; or was told to end before that; or had not begun
+        again "out of time" ;;
+    "TERM "* | *" 0" | *" 2" | *" 130" | *" 143") exit "$status" ;; # it is done, or refuses, or was ended by a user
+    *) # out of time by its own clock, a lost cluster, a killed process: no end without progress
+        if [ -e "$RUN_DIR/config.yaml" ] && [ "$(checkpoints)" = "$before" ]; then
+            echo "the run ended with code $status, and this start made no checkpoint: not requeued"
+            exit "$status"
+        fi
+        again "the run ended with code $status" ;;
     esac
+}
+
+# The names of the run's checkpoints.
+checkpoints() { echo "$RUN_DIR"/checkpoints/*; }
+
+# Requeues the job. Argument: why.
+again() {
+    echo "$1: requeued; the job resumes from the newest checkpoint"
+    scontrol requeue "$SLURM_JOB_ID"
 }
 
 if [ "${1:-}" = --job ]; then

@@ -202,3 +202,36 @@ def test_a_run_that_is_being_discarded_is_none_to_continue(
     assert on_driver_thread(body, lambda interruption: "") == 0
     assert asked == [None] * 8
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_losses_end_is_to_be_continued(tmp_path: Path) -> None:
+    """Its job may be started again, and finds other nodes; an error of the run is the user's."""
+
+    def code(error: UserError, *before: tuple[int, Exception], came_up: bool = True) -> int:
+        settings = {"faults.run.attempts": 1, "run.dir": tmp_path / str(len(codes))}
+        with (
+            pytest.raises(type(error)) as raised,
+            held(tmp_path, **settings) as run,
+        ):
+            run.until_done(run.first, ended(run, [*before, (1, error)], came_up))
+        codes.append(raised.value.exit_code)
+        return codes[-1]
+
+    def ended(run: HeldRun, ends: list, came_up: bool) -> Callable[[Inputs], None]:
+        ends = iter(ends)
+
+        def session(inputs: Inputs) -> None:
+            step, error = next(ends)
+            run.state = RunState(step=step)
+            if came_up or isinstance(error, WorkerLostError):
+                run.opened()
+            raise error
+
+        return session
+
+    codes: list[int] = []
+    lost = (1, WorkerLostError("a rank died"))
+    assert code(WorkerLostError("again"), lost) == 75  # no attempt is left
+    assert code(UserError("no node came back"), lost, came_up=False) == 75
+    assert code(UserError("the disk is full"), lost) == 2
+    assert code(UserError("no node is there"), came_up=False) == 2

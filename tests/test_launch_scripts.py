@@ -251,6 +251,25 @@ def test_conversion_and_ray(recorder: Path) -> None:
     ]
 
 
+def test_a_ray_of_which_a_process_dies_is_started_again(recorder: Path) -> None:
+    """Real Ray ends with 1 then. One that is told to end, or does not last, is not started."""
+    up, folder = SCRIPTS / "ray_up.sh", recorder.parent
+    runs = 'n=$(cat "$0.runs" 2>/dev/null || echo 0); echo $((n + 1)) >"$0.runs"\n'
+    ray, count = folder / "ray", folder / "ray.runs"
+    stays = "trap 'exit 143' TERM; echo up; while true; do sleep 0.05; done"
+    command(folder, "ray", f"{runs}[ $n = 2 ] || exit 1\n{stays}")
+    given = {**os.environ, "PYTHON": str(ray), "BLOCK": "1", "HEAD": "10.0.0.1"}
+    again = subprocess.Popen(
+        ["bash", up], env=given | {"LASTED_S": "0"}, stdout=subprocess.PIPE, text=True
+    )
+    assert again.stdout is not None and again.stdout.readline() == "up\n"
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(60) == 143 and count.read_text() == "3\n"
+    count.unlink()
+    done = subprocess.run(["bash", up], env=given, timeout=60, check=False)
+    assert done.returncode == 1 and count.read_text() == "1\n"
+
+
 def command(folder: Path, name: str, body: str) -> None:
     """A command of this name, found before the system's."""
     (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -398,20 +417,26 @@ def test_a_time_limit_is_read_as_slurm_reads_it(recorder: Path, limit: str, seco
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "requeued"),
+    ("number", "status", "saves", "requeued"),
     [
-        ("USR1", 75, True),
-        ("USR1", 2, False),  # its checkpoint could not be written: it would not go on
-        ("TERM", 143, False),
-        (None, 0, False),
-        (None, 75, True),  # STOP_AFTER
+        ("USR1", 75, True, True),
+        ("USR1", 75, False, True),
+        ("USR1", 2, True, False),  # its checkpoint could not be written: it would not go on
+        ("TERM", 143, True, False),
+        ("TERM", 75, True, False),  # Ray, which the same signal reached, was gone first
+        (None, 0, True, False),
+        (None, 75, True, True),  # STOP_AFTER, or the cluster was lost
+        (None, 75, False, False),
+        (None, 137, True, True),
+        (None, 137, False, False),
+        (None, 2, True, False),
     ],
 )
-def test_a_job_near_its_limit_ends_the_run_and_is_requeued(
-    recorder: Path, number: str | None, status: int, requeued: bool
+def test_a_job_is_requeued_for_a_run_that_can_go_on(
+    recorder: Path, number: str | None, status: int, saves: bool, requeued: bool
 ) -> None:
     """Slurm's signal becomes the run's; the job waits for the run to close, and only then is
-    requeued."""
+    requeued. A run that ends without a signal must have made a checkpoint."""
     folder = recorder.parent
     command(folder, "srun", "exec sleep 600")
     command(
@@ -419,9 +444,13 @@ def test_a_job_near_its_limit_ends_the_run_and_is_requeued(
         "scontrol",
         f'[ "$1" = show ] && echo node1 || echo "$* $(cat {folder}/closed)" >>{folder}/told',
     )
-    closed = f"echo closed >{folder}/closed; exit {status}"
+    saved = "mkdir -p $RUN_DIR/checkpoints/step_000020; " if saves else ""
+    closed = f"{saved}echo closed >{folder}/closed; exit {status}"
     end = closed if number is None else f'trap "{closed}" {number}'
     ready, wait = folder / "ready", "while true; do sleep 0.05; done"
+    old = folder / "runs/run-12/checkpoints/step_000010"
+    old.mkdir(parents=True)
+    (folder / "runs/run-12/config.yaml").touch()
     (folder / "run.sh").write_text(
         f"{end}\necho $RAY_ADDRESS $RUN_DIR >{ready}.tmp; mv {ready}.tmp {ready}\n{wait}\n"
     )

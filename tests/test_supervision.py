@@ -279,6 +279,21 @@ def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path: Path) -> None:
     assert len(starts(tmp_path)) == 1
 
 
+def test_a_driver_lost_when_its_time_is_up_is_not_started_again(start, tmp_path: Path) -> None:
+    """Its job is started again, from the newest checkpoint."""
+    process = start(WAITING.replace("if number != signal.SIGUSR1:", "os.abort()\n    if True:"))
+    process.stdout.readline()
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait() == 75
+    waits = start(
+        "begin('attempts: 3, back_off_s: 600, longest_back_off_s: 600')\ndie(signal.SIGKILL)\n"
+    )
+    assert "restarts in 600 s" in waits.stderr.readline()
+    waits.send_signal(signal.SIGUSR1)
+    assert waits.wait() == 75
+    assert len(starts(tmp_path)) == 2
+
+
 def test_a_driver_does_not_outlive_its_supervisor(start) -> None:
     """The driver is told of its supervisor's end, and ends as by SIGTERM: closing what it holds."""
     process = start(WAITING)

@@ -45,7 +45,12 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.hangs.driver_side import beats_here, carried
 from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.process.interruption import handlers_kept, poll, uninterrupted
+from megatron_stare.process.interruption import (
+    TO_BE_CONTINUED,
+    handlers_kept,
+    poll,
+    uninterrupted,
+)
 from megatron_stare.process.memory import freeze
 from megatron_stare.process.network import (
     EVERYWHERE,
@@ -67,6 +72,9 @@ ENDED_S = 60.0  # seconds for a worker to close before it is replaced; its serve
 PROBE_S = 1.0
 HEAD_S = 20.0  # seconds without a control store until a cluster counts as lost; Ray's limit is 60
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# milliseconds between reports of calls. 0: none; otherwise Ray's control store records the last
+# 100,000 calls and grows for days
+TASK_EVENTS = "RAY_task_events_report_interval_ms"
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
 _joined: Listener | None = None  # the control store of the cluster that was joined
@@ -367,11 +375,13 @@ def _require_time(until: float) -> None:
     # raise before Ray ends this process from C++
     if _joined is not None and _joined.gone(HEAD_S, PROBE_S):
         fix = "start the cluster again, and continue from the newest checkpoint with --resume"
-        raise UserError(
+        error = UserError(
             f"the control store (GCS) of {_joined.address} is gone",
             where="runtime.ray_address",
             fix=fix,
         )
+        error.exit_code = TO_BE_CONTINUED
+        raise error
     if time.monotonic() >= until:
         raise GetTimeoutError
 
@@ -426,6 +436,8 @@ def start_ray(config: Config) -> None:
             "leave the setting out to start Ray on this machine"
         )
         # Ray resolves this machine's own name to its network address
+        # the same for the driver's own Ray processes; scripts/ray_up.sh sets it on the nodes
+        os.environ.setdefault(TASK_EVENTS, "0")
         head = Listener(address, ray.util.get_node_ip_address())
         # without this check Ray would retry, with messages, for ten minutes
         head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
@@ -440,8 +452,7 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # do not start idle workers, which take memory
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # otherwise Ray's control store records the last 100,000 calls and grows for days
-    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    os.environ.setdefault(TASK_EVENTS, "0")
     store = config.runtime.object_store_mb * 2**20
     fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
     # "local", since Ray would otherwise join a cluster that happens to run on this machine

@@ -24,6 +24,7 @@ from megatron_stare.observability.sink import RunOutline
 from megatron_stare.planning.own_plan import own_plan
 from megatron_stare.planning.placement import Awaited
 from megatron_stare.process.interruption import (
+    TO_BE_CONTINUED,
     Standing,
     pause,
     raise_if_received,
@@ -82,6 +83,7 @@ class HeldRun:
         self.restarted = restarted()  # the next session follows a loss
         self.went_back = False  # a session ended in a rollback; see driver/guards.py
         self._came_up = False  # a session was fully opened
+        self._is_up = False  # the newest session was
         self.stepping = False  # a session reached its steps
         self.state = RunState()  # of the open session, or of the last
         self.plan = own_plan(inputs.run)  # made before any session has process groups
@@ -102,7 +104,7 @@ class HeldRun:
         """Records that a session has started completely. The session has renamed the checkpoints of
         all steps after `from_step`, so `opened` clears `from_step`. After `from_step` is cleared,
         the next session resumes from the newest checkpoint."""
-        self._came_up, self.from_step = True, None
+        self._came_up, self._is_up, self.from_step = True, True, None
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
@@ -125,6 +127,7 @@ class HeldRun:
             Exception: the error that ended the last session.
         """
         while True:
+            self._is_up = False
             try:
                 return session(inputs)
             except Exception as error:
@@ -145,7 +148,11 @@ class HeldRun:
             raise_if_received()
             self.resumes = self.went_back = True
             return read_inputs(self._asked)
-        if not self._is_loss(error) or (wait_s := self._attempts.lost(step)) is None:
+        loss = self._is_loss(error)
+        if not loss or (wait_s := self._attempts.lost(step)) is None:
+            # not the run's fault, but the machines': it can be continued when they are whole
+            if isinstance(error, UserError) and (loss or (self.restarted and not self._is_up)):
+                error.exit_code = TO_BE_CONTINUED
             raise error
         what = str(error).splitlines()[0]
         counted = f"{self._attempts.counting} of {self._attempts.rule.attempts}"

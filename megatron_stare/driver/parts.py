@@ -235,12 +235,15 @@ class Saves(Part):
             try:
                 self._checkpoints.save(self._whole_state(), seconds_left())
                 self._checkpoints.finish(seconds_left())
-            except WorkerLostError as lost:  # includes a timeout of the write
+            except Exception as error:
+                if isinstance(error, UserError) and not isinstance(error, WorkerLostError):
+                    raise
+                # lost workers, a timeout of the write, or an error of a rank, such as memory
+                why = next(iter(str(error).splitlines()[::-1]), type(error).__name__)
+                if isinstance(error, WorkerLostError):
+                    why = str(error).splitlines()[0]
                 with contextlib.suppress(OSError):  # the terminal is gone
-                    print(
-                        f"step {self._state.step} could not be saved: {str(lost).splitlines()[0]}",
-                        file=sys.stderr,
-                    )
+                    print(f"step {self._state.step} could not be saved: {why}", file=sys.stderr)
 
     def _whole_state(self) -> RunState:
         return replace(self._state, kept=self._kept())

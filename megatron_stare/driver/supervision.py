@@ -28,6 +28,7 @@ import yaml
 
 from megatron_stare.config.formats import with_new_names
 from megatron_stare.errors import DataError
+from megatron_stare.process.interruption import AFTER_STEP, TO_BE_CONTINUED
 from megatron_stare.process.recovery import Attempts, RecoveryRule, note_restart
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import CONFIG_FILE, METRICS_FILE
@@ -97,6 +98,7 @@ class _Supervisor:
         self._mask = mask
         self._until = None if limit_s is None else time.monotonic() + limit_s
         self._ended_by: int | None = None  # the signal that asked for the run's end
+        self._out_of_time = False  # SIGUSR1 came; no further driver is started
         self._run_dir: Path | None = None
         self._came_up = False  # some driver has fully opened the run
 
@@ -107,6 +109,8 @@ class _Supervisor:
             self._sweep()
             if self._ended_by is not None or not _is_lost(code):
                 return _shell_code(code)
+            if self._out_of_time:  # the driver was lost before it had saved
+                return TO_BE_CONTINUED
             step = self._made()
             attempts.rule = self._rule()
             fate = f"the driver {_fate(code)} after step {step}"
@@ -125,6 +129,8 @@ class _Supervisor:
             self._pause(wait_s)
             if self._ended_by is not None:
                 return 128 + self._ended_by
+            if self._out_of_time:
+                return TO_BE_CONTINUED
 
     def _drive(self, restarts: int) -> int:
         """Starts a driver, waits for its end, and returns its exit code. Returns -n if signal n
@@ -161,6 +167,7 @@ class _Supervisor:
             return
         if number in ENDING:
             self._ended_by = number
+        self._out_of_time |= number == AFTER_STEP
         os.kill(driver, number)  # the pid is valid until this process reaps it
 
     def _now(self) -> list[str]:
@@ -202,8 +209,13 @@ class _Supervisor:
         """Waits for `wait_s` seconds. Returns earlier if the supervisor receives a signal that ends
         the run."""
         until = time.monotonic() + wait_s
-        while self._ended_by is None and (left := until - time.monotonic()) > 0:
+        while (
+            self._ended_by is None
+            and not self._out_of_time
+            and (left := until - time.monotonic()) > 0
+        ):
             found = signal.sigtimedwait(set(self._caught), left)
+            self._out_of_time |= found is not None and found.si_signo == AFTER_STEP
             if found is not None and found.si_signo in ENDING:
                 self._ended_by = found.si_signo
 

@@ -161,6 +161,7 @@ def test_a_cluster_whose_control_store_is_gone_is_named(monkeypatch: pytest.Monk
         ) as gone:
             ranks.wait(waiting)
         assert not isinstance(gone.value, WorkerLostError)  # the run is not opened again
+        assert gone.value.exit_code == 75  # but its job may be, on a new cluster
         ranks.close()
         on_ray.leave_ray()
         assert time.monotonic() - begun < 50  # Ray's own limit is 60

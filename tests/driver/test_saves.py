@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_stare.driver.parts import INTERRUPTED_S, Saves
+from megatron_stare.errors import UserError
 from megatron_stare.process import interruption
 from megatron_stare.process.interruption import Interruption
+from megatron_stare.process.workers import WorkerLostError
+from megatron_stare.run_dir.run_state import RunState
 
 
 class UnderWay:
@@ -55,3 +58,38 @@ def test_a_save_under_way_is_waited_for(
         assert waited is None
     else:
         assert waited is not None and longest - 5 < waited <= longest
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (WorkerLostError("rank 0 died\nlong"), "step 4 could not be saved: rank 0 died\n"),
+        (RuntimeError("at ...\nOutOfMemoryError: CUDA"), "saved: OutOfMemoryError: CUDA\n"),
+        (RuntimeError(), "saved: RuntimeError\n"),
+        (UserError("the disk is full"), None),
+    ],
+)
+def test_a_last_save_that_fails_leaves_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    said: str | None,
+) -> None:
+    """The job goes on from an earlier checkpoint. A full disk has to be seen to first."""
+    current = Interruption()
+    current.number, current.grace_s = signal.SIGUSR1, 30.0
+    monkeypatch.setattr(interruption, "_current", current)
+
+    class Fails(UnderWay):
+        def save(self, state: object, timeout_s: float | None) -> None:
+            raise error
+
+    config = SimpleNamespace(sglang=SimpleNamespace(colocated=False))
+    state, guards = RunState(step=4), SimpleNamespace(ends=False)
+    saves = Saves(config, Fails(), state, guards, None, None, None, dict)  # type: ignore[arg-type]
+    if said is None:
+        with pytest.raises(UserError, match="full"):
+            saves.close(KeyboardInterrupt, KeyboardInterrupt(), None)
+        return
+    saves.close(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err.endswith(said)

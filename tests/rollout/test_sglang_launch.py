@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +89,23 @@ def test_of_a_long_log_only_the_end_is_read(tmp_path, monkeypatch):
     for text, said in (("short\n", "short\n"), ("x" * 90 + "\nlast words\n", "last words\n")):
         process._log.write_text(text)
         assert process._said() == said
+
+
+def test_a_closed_server_holds_no_memory(tmp_path, monkeypatch):
+    """A killed rank frees its GPU only as it ends, and what closes the server needs that memory.
+    Here the kill comes late, as the end of a process with tens of GB does."""
+    kill, rank = os.killpg, tmp_path / "rank"
+    monkeypatch.setattr(os, "killpg", lambda *what: threading.Timer(0.5, kill, what).start())
+    process = server.ServerProcess.__new__(server.ServerProcess)
+    script = f"sleep 600 & echo $! >{rank}.new; mv {rank}.new {rank}; cat"  # ends with its input
+    process._process = subprocess.Popen(["sh", "-c", script], stdin=-1, start_new_session=True)
+    process._log, process._scratch = tmp_path / "server.log", tmp_path / "scratch"
+    process.url, process.api_key = "http://127.0.0.1:1", "key"
+    while not rank.exists():
+        assert process._process.poll() is None
+    process.close()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(rank.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_command_line_of_a_server_on_gpus():

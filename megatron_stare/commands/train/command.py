@@ -127,7 +127,7 @@ def _train_to_code(args: argparse.Namespace, begun: float, interruption: Interru
             print(
                 what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr
             )
-        return 2
+        return error.exit_code
     return 0
 
 

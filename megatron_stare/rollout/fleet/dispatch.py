@@ -241,9 +241,9 @@ class Dispatch:
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Schedules an assignment of the waiting requests. The assignment waits until all tasks
-        that are ready to run have queued their requests, so that continuations can be assigned
-        before new requests."""
+        """Makes the event loop assign the waiting requests to engines, after all tasks that are
+        ready to run have queued their requests. Continuations are then assigned before new
+        requests."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)

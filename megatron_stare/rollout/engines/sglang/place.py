@@ -153,7 +153,7 @@ def _no_rank(where: str, url: str) -> ConfigError:
 
 
 def require_loopback_here(server: Place, url: str) -> None:
-    """Raises ConfigError if the server listens on the loopback address of another machine."""
+    """Raises ConfigError if the server runs on another machine and listens only on loopback."""
     if urlsplit(url).hostname in LOOPBACK_NAMES and server.host not in ("", this_host()):
         raise ConfigError(
             f"the server listens on the loopback of {server.host.split()[0]}, where this rank"

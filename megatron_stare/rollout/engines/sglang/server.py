@@ -38,6 +38,8 @@ from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
 PROBE_EVERY_S = 0.5
 PROBE_S = 10.0  # time limit of one probe, after which the process is checked
 LEAVE_S = 5.0  # time from the request to exit until the process group is killed
+# For killed ranks to disappear. Only then is their GPU memory free; tens of GB take seconds.
+KILLED_S = 20.0
 LOG_TAIL_BYTES = 3000
 LOG_BYTES = 1 << 20
 TAKEN = "address already in use"
@@ -181,5 +183,26 @@ class ServerProcess:
                 self._process.wait(LEAVE_S)
             self.kill()  # kills ranks that outlived their launcher
             self._process.wait()
+            _until_gone(self.process_group)
             leave_tail(f"server {self.url}", self._said().replace(self.api_key, "<key>"))
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _until_gone(group: int) -> None:
+    """Waits until all processes of a killed process group have closed their files, and with them
+    their GPU memory. Waits at most KILLED_S."""
+    until = time.monotonic() + KILLED_S
+    while time.monotonic() < until and any(
+        _has_files(process, group) for process in psutil.process_iter()
+    ):
+        time.sleep(0.05)
+
+
+def _has_files(process: psutil.Process, group: int) -> bool:
+    """Returns True if the process belongs to the process group and one of its threads is alive. The
+    threads of a zombie's process may still be ending."""
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        return os.getpgid(process.pid) == group and (
+            process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+        )
+    return False
