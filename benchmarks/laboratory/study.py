@@ -135,9 +135,9 @@ and GEPO are not in the maps, because their formulas are inferred.
 CHOOSING = """\
 Each value of the first table is a mean over the other axis of the setting's map. Use only the
 direction, not the value, because the target in nats depends on the model. `megatron-stare suggest`
-suggests a target from a run's first steps ([tuning](tuning.md)). The second table names, for each
-map, the methods for which cells with higher pass@1 minus cells with lower pass@1 is largest, and
-gives this difference.
+suggests a target from a run's first steps ([tuning](tuning.md)). The second table counts, for each
+map and method, the cells with higher pass@1 minus the cells with lower pass@1, and gives the
+methods with the largest difference.
 """
 
 

@@ -76,7 +76,8 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 class Selection:
     """Rule that separates rare tokens from common tokens.
 
-    `share`: P. A set selects this share of the tokens whose advantage has the set's sign.
+    `share`: P. A set of rare tokens contains this share of the tokens whose advantage has the set's
+        sign. If `common` is 'bottom', a set of common tokens also contains this share.
     `rare_below`: the probability below which a token is rare. If `rare_below` is None, `share`
         decides which tokens are rare.
     """

@@ -71,8 +71,8 @@ def hosted_engine(
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes the part of a replica that runs on a node other than the replica's first node. Runs
-    inside an actor."""
+    """Makes a replica's part for a node other than the replica's first node. Runs inside an
+    actor."""
     return make_part(config, number, node, server_address(config))
 
 

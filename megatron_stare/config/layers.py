@@ -4,7 +4,7 @@ line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
 There is one exception. A layer can name a method or extension that differs from the one in the
-lower layers. The settings that the lower layers give for theirs are then discarded.
+lower layers. The lower layers' settings of their method or extension are then discarded.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
     """Returns values for all fields that features can set in `part`, which is one of Megatron's
     configurations. The fields of features that are off are included. A feature with the value null
-    counts as off, because `chosen` has already set all features to true that are to be used."""
+    counts as off, because `chosen` has already turned on every feature that is to be used."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))

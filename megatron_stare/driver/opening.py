@@ -220,8 +220,9 @@ def remarks(config: Config) -> list[str]:
     """Returns the lines that a dry run prints in addition to the configuration.
 
     The lines describe the placement on the Ray cluster, the activation memory, and the settings of
-    `performance` that are off. The lines also list the checks that were skipped because the model,
-    a file or the servers' software is not on this machine, or because the kind of GPU is unknown.
+    `performance` that are off or not offered. The lines also list the checks that were skipped
+    because the model, a file or the servers' software is not on this machine, or because the kind
+    of GPU is unknown.
 
     Raises:
         UserError: the run cannot join the Ray cluster, or the nodes of the cluster can never hold

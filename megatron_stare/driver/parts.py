@@ -211,11 +211,11 @@ class Saves(Part):
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Finishes the pending checkpoint when a run is interrupted or ended by a guard.
 
-        If a signal or the time limit interrupted the run, waits until the pending checkpoint is
-        complete, and then also saves the last step if the run can still be saved. If a guard or
-        non-finite values ended the run, only waits for the pending checkpoint. After an error of
-        any other kind, does nothing, because the ranks may have failed. Incomplete checkpoints are
-        removed later.
+        If a signal or the time limit interrupted the run, waits a limited time for the pending
+        checkpoint. Then also saves the last step, if the run can still be saved and no guard
+        rejects the step. If a guard or non-finite values ended the run, only waits for the pending
+        checkpoint. After an error of any other kind, does nothing, because the ranks may have
+        failed. Incomplete checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.

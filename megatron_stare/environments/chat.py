@@ -2,9 +2,8 @@
 and renders the tokens between the policy's turns.
 
 The tokenizer's chat template defines the tokens between turns. Tokens that the policy sampled stay
-unchanged in the context of later turns. Only when a response begins a new branch, the text of
-sampled tokens is tokenized again, for the context of this branch. Tool calls have the format of
-Hermes, Qwen2.5 and Qwen3.
+unchanged in the context of later turns. The text of sampled tokens is tokenized again only for the
+context of a new branch. Tool calls have the format of Hermes, Qwen2.5 and Qwen3.
 """
 
 from __future__ import annotations

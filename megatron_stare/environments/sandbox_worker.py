@@ -74,7 +74,8 @@ _REFUSED = {
 
 
 class SetUpError(Exception):
-    """Raised if the kernel refuses a system call that is needed to isolate a program."""
+    """Raised if this machine cannot isolate a program, for example because the kernel refuses a
+    system call."""
 
 
 def main(memory_mb: int, characters: int) -> None:

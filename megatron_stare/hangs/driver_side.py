@@ -146,8 +146,9 @@ class DriverBeats(Sink):
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """When no phase is open, records the time since the end of the last phase. The time before
-        the first step is not recorded, because the weights are loaded during that time."""
+        """When no phase is open, records the time since the last phase ended or the step began. The
+        time before the first step is not recorded, because the weights are loaded during that
+        time."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 

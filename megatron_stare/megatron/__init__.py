@@ -1,5 +1,5 @@
-"""Contains all code that imports megatron.core, except select/slime.py: the layout, the model, the
-optimizer, the passes over a batch, and the checkpoints."""
+"""Contains the layout, the model, the optimizer, the passes over a batch, and the checkpoints. No
+module outside this package imports megatron.core, except select/slime.py."""
 
 from megatron_stare.process.silence_upstreams import quiet_upstreams
 from megatron_stare.process.vector_maths import settle

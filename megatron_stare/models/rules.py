@@ -47,8 +47,8 @@ class Rule:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the Hugging Face tensors that contain the parts of the Megatron parameter, such
-        as q, k and v. There is one name for each part. The name of a fused tensor is repeated for
-        each of its parts."""
+        as q, k and v. There is one name for each part, in the order of the parts. The name of a
+        fused tensor is repeated for each of its parts."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:

@@ -72,8 +72,8 @@ def gather_statistics(
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
     """Answers one round of requests. A round needs one all-reduce for all sums and counts, one
-    all-reduce for all segment sums, one for all maxima, and six for all selections and
-    quantiles."""
+    all-reduce for all segment sums, one for all maxima, and six for all selections and quantiles
+    together."""
     sums = _sums(requests, group)
     answers: Statistics = {}
     selects: dict[str, TopK | Quantile] = {}

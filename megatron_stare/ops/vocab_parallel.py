@@ -113,8 +113,8 @@ class Rows:
 
     `local`: int64 index of the target token's column among this rank's columns, or -1 if another
         rank has this column.
-    `m`: row maximum over all ranks, as in the formulas. m is stored in the dtype of the logits'
-        sums, which represents it exactly.
+    `m`: row maximum over all ranks, as in the formulas. m is stored in the dtype of the row sums,
+        which represents m exactly.
     `s`, `entropy`: the values s and H of the formulas, over all ranks, in float64.
     """
 

@@ -8,7 +8,7 @@ exp(h) (t + h s), q becomes exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only t
 requests q and u, but the training pass runs the same kernel. A kernel without q and u might round
 the other sums differently, so the ratios of the first update might differ from 1. According to
 instruction counts, memory bandwidth limits the kernel's speed with and without q and u, so
-computing q and u costs no time.
+computing q and u should cost no time.
 
 Shape legend: N tokens, V vocabulary columns of this rank.
 """

@@ -33,7 +33,8 @@ LEAST = 5  # fewest steps for a median
 class Seen:
     """Measured time of one phase in one run, and the two terms of the time model for this phase.
 
-    `ideal`: first term of the model, in seconds, before it is multiplied by `inverse`.
+    `ideal`: first term of the model, before it is multiplied by `inverse`. In seconds, but in bytes
+        for the weight sync.
     `other`: second term of the model, in seconds, before it is multiplied by `times`.
     `seconds`: measured seconds of the phase, minus the part of the predicted time that has no
         fitted coefficient. Above 0.

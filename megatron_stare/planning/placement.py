@@ -193,7 +193,7 @@ class Plan:
 
 
 def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
-    """Chooses a node with free GPUs for each of the ranks and replicas in `demand`.
+    """Chooses nodes with free GPUs for the ranks and replicas in `demand`.
 
     Raises:
         PlacementError: the free GPUs do not suffice. The message lists the free GPUs and the
@@ -211,8 +211,8 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Returns how many ranks each node gets if the remaining GPUs suffice for all replicas. Returns
-    None if every distribution of the ranks leaves too few GPUs for the replicas.
+    """Chooses how many ranks each node gets, such that all replicas fit too. Returns None if no
+    distribution of the ranks leaves enough GPUs for all replicas.
 
     Each node gets a multiple of `block` ranks. Nodes at the start of the list get as many ranks as
     possible.

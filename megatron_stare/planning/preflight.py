@@ -50,7 +50,8 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """The argument of every check: a resolved run, and whether its model may be absent.
+    """The argument of the checks in CONFIGURATION and RUN: a resolved run, and whether its model
+    may be absent.
 
     `published`: see the parameter `published` of `check`.
     """
@@ -75,7 +76,8 @@ class Asked:
     @property
     def served(self) -> Config:
         """Configuration for the checks of engines. If this machine has neither the model nor the
-        server software, it contains only settings that can be checked without the software."""
+        server software, the configuration contains only settings that can be checked without the
+        software."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
@@ -337,7 +339,7 @@ def check_rounds(config: Config) -> None:
 def check_statistics(config: Config, method: Method) -> None:
     """Raises ConfigError if the lagged gate skips the log-prob pass although the method or another
     setting needs this pass. Also raises ConfigError if the method measures the entropy change of
-    every update, but a step has several updates or `statistics.scope` is `micro_batch`."""
+    updates, but a step has several updates or `statistics.scope` is `micro_batch`."""
     if method.measures_every and config.batch.updates > 1:
         raise ConfigError(
             f"{config.algorithm.name} learns from the entropy change of one update, and a rollout"
@@ -588,8 +590,8 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Reads the model's shape from the files in the weights' folder. Returns None if these files do
-    not describe the shape."""
+    """Reads the model's shape from the config.json that belongs to the weights at `path`. Returns
+    None if the shape cannot be read."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
     except ConfigError:  # for example Megatron-LM's checkpoints, or a run whose model is gone

@@ -4,7 +4,7 @@ Ray keeps its own output files in each node's /tmp, and these files vanish with 
 therefore chooses a folder in the run directory, and passes the path of this folder to the workers
 in an environment variable. Every rank and engine that Ray hosts appends its stdout and stderr to
 its own file in this folder. When an engine's server ends, the engine appends the last part of the
-server's log to the engine's own file.
+server's log to the server's own file.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the last part of `said`, the log of a server, to the output file of the worker
-    `role`. Does nothing if there is no output folder."""
+    """Appends the last part of `said`, the log of a server, to the output file of `role`, the name
+    of the server. Does nothing if there is no output folder."""
     if (file := _file(role)) is not None:
         with contextlib.suppress(OSError), file.open("ab") as log:
             log.write(said.encode(errors="replace")[-TAIL_BYTES:])

@@ -1,5 +1,5 @@
 """Identifies the code and the device of a run, by the releases of packages, the commit and the
-digest of this package, and the name of the device.
+digest of this package, and a description of the device.
 
 If a run does not compile functions with torch.compile, its rounding depends only on its parallel
 layout and on the items that `computes_on` returns. Two such runs with the same settings therefore

@@ -87,8 +87,8 @@ _WHOLE_BATCH = frozenset(
 
 @dataclass
 class TokenBatch:
-    """Response tokens on which a method computes. Each column is a tensor [N] that concatenates the
-    tokens of all responses of a rollout batch, a mini-batch or a micro-batch.
+    """Response tokens on which a method computes. Each column is a tensor [N] with one entry per
+    token. The tokens come from all responses of a rollout batch, a mini-batch or a micro-batch.
 
     In the training pass, `log_prob` and `current_entropy` carry a gradient. All other columns are
     detached. `index` numbers the response positions in the canonical order of the whole batch. If
@@ -177,10 +177,10 @@ class MicroBatchPlan:
     branch (rollout_batch.Branches).
 
     The log-prob pass and the training pass use the same plan, so on-policy ratios are exactly 1.
-    Every rank has the same number of micro-batches. If a rank needs fewer micro-batches than
-    another rank, empty micro-batches are added, whose loss has coefficient 0. The micro-batches of
-    a mini-batch (the batch of one optimizer step) are consecutive. `sizes` contains the number of
-    micro-batches of each mini-batch. If `sizes` is empty, all micro-batches form one mini-batch.
+    Every rank has the same number of micro-batches. If a rank needs fewer, empty micro-batches are
+    added, whose loss has coefficient 0. The micro-batches of a mini-batch (the batch of one
+    optimizer step) are consecutive. `sizes` contains the number of micro-batches of each
+    mini-batch. If `sizes` is empty, all micro-batches form one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]

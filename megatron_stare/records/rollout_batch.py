@@ -102,7 +102,7 @@ class _Columns:
     @property
     def weight_versions(self) -> Tensor:
         """[N] int64 weight version of every token, computed from `run_versions` and `run_lengths`.
-        The tensor is large, so use this property only for small batches."""
+        The tensor has one entry per token, so use this property only for small batches."""
         return torch.repeat_interleave(self.run_versions, self.run_lengths)
 
 

@@ -1,8 +1,8 @@
 """Finds and counts whole words in responses, without regard to case. Pure.
 
-`finder` finds the words in the configuration's list. `reflection_counts` counts, for an evaluation,
-the words of each category. `tokens_by_category` finds the tokens that belong to words of each
-category.
+`finder` finds, in a text, the words that the configuration lists. `reflection_counts` counts, for
+an evaluation, the words of each category. `tokens_by_category` finds the tokens that belong to
+words of each category.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-r"""Parses mathematical answers. Converts non-ASCII characters. Recognises names, equations, lists,
-tuples, sets, intervals, times of day, and statements such as 'no solution'. Imports the standard
-library only."""
+r"""Parses mathematical answers. Converts non-ASCII characters to ASCII and LaTeX. Recognises names,
+equations, lists, tuples, sets, intervals, times of day, and statements such as 'no solution'.
+Imports the standard library only."""
 
 from __future__ import annotations
 

@@ -205,8 +205,8 @@ def alike(wanted: str, given: str) -> bool:
 
 
 def ends_in_a_name(text: str) -> bool:
-    """Returns True if the last letter of an answer has no other letter before it. The letter is
-    then a variable, not a unit: the t in 'cos 2t' does not mean tonne."""
+    """Returns True if an answer ends in a letter that follows neither another letter nor a
+    backslash. The letter is then a variable, not a unit: the t in 'cos 2t' does not mean tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 

@@ -2,8 +2,9 @@
 written in another language, or use a model as judge.
 
 The server receives a POST request with the body {"response": ..., "answer": ...} and replies with a
-number or {"reward": number}. The module runs in reward workers. The time limit of an answer
-(`reward.timeout_s`) covers all requests for this answer together, including retries.
+number or {"reward": number}. If the run has `data.columns`, the body also contains "columns". The
+module runs in reward workers. The time limit of an answer (`reward.timeout_s`) covers all requests
+for this answer together, including retries.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """Compares two LaTeX answers in the same way as `equal`. `deeper` is the number of levels on
-    which the answers may still be split into parts."""
+    """Compares two LaTeX answers in the same way as `equal`. `deeper` limits the number of further
+    levels on which the answers are split into parts."""
     in_words = r"\text" in wanted
     written = wanted, given  # still with the currency signs that `bare` removes
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)

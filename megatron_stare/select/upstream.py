@@ -1,4 +1,4 @@
-"""Contains the code that all adapters to other trainers use. This module checks the functions and
+"""Contains code that several adapters to other trainers use. This module checks the functions and
 settings of an installed trainer, and saves and loads the state of a Selector."""
 
 from __future__ import annotations

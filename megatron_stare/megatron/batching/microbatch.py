@@ -188,9 +188,8 @@ class RankBatch:
 
 def _with_one_context(share: RankShare) -> Tensor:
     """Returns a number for the context of each branch, as [S] int64 for S branches. Branches with
-    the same number have the same context. If the context of several branches is only the prompt,
-    and the prompt is the same, these branches share one number. Every other branch has a number of
-    its own."""
+    the same number have the same context. All branches of one group whose context is only the
+    prompt share one number. Every other branch has a number of its own."""
     if share.branched is None:
         return share.groups
     branches = share.branched

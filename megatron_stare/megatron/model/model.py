@@ -372,9 +372,9 @@ def hidden_states(
 
 
 def finish_gather(model: list[nn.Module]) -> None:
-    """Gathers the updated parameters at once, so that other code can read the parameters. Without
-    this call, Megatron would gather the updated parameters only in the next forward. All ranks must
-    call `finish_gather`."""
+    """Gathers the updated parameters at once, so that other code can read the parameters. If
+    `overlap_param_gather` is on, Megatron would otherwise gather the updated parameters only in the
+    next forward. All ranks must call `finish_gather`."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():

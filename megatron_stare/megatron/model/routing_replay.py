@@ -77,7 +77,7 @@ class GivenExperts(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores [t, K] and the numbers [t, K] of the given experts. The scores are
+        """Returns the scores [t, K] and the indices [t, K] of the given experts. The scores are
         taken from `scores` [t, E]. Tokens without given experts get the experts with the highest
         scores. Overrides Megatron's method."""
         assert default_compute_topk is not None

@@ -1,8 +1,8 @@
 """Draws line charts over training steps as inline SVG.
 
 Turns metric series of one or more runs into pictures for `page.html.jinja`. The SVG names each
-colour by a CSS class (c0, c1, ...). The page's style sheet defines these classes, once for light
-mode and once for dark mode. Each chart contains, as JSON, the numbers that the page shows at the
+colour by a CSS class (c0, c1, ...). For each class, the page's style sheet has one colour for light
+mode and one for dark mode. Each chart contains, as JSON, the numbers that the page shows at the
 mouse pointer.
 """
 

@@ -1,8 +1,8 @@
 """Writes the text of the report's first screen: remarks, problems, and a sentence that summarises a
 run.
 
-Reads a `RunRecord`. Every number in the text also appears in the table that the report shows below
-the text.
+Reads a `RunRecord`. Every number in the text also appears among the results that the report shows
+below the text, as cards or in a table.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ PREFIX = "megatron_stare_"
 
 class PrometheusEndpoint(Sink):
     """Serves one gauge per metric. A gauge has the metric's name, with `_` in place of characters
-    that Prometheus rejects. A gauge's description is the text from METRICS that explains the
-    metric. All values of a step are replaced at once, so a scrape never mixes two steps.
+    that Prometheus rejects. A gauge's description contains the metric's meaning, unit and healthy
+    values from the glossary (docs/metrics.md). All values of a step are replaced at once, so a
+    scrape never mixes two steps.
 
     Args:
         host: address to serve on. With 0.0.0.0, the metrics are reachable from every machine.

@@ -56,10 +56,10 @@ def decode_batch(
     """Decodes the responses to all `requests` as one batch. A response has at most
     `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
 
-    A row's sampling noise depends only on the row's request. If the distribution is the same, the
-    same token is therefore sampled, whatever other rows are in the batch. The distribution itself
-    changes by about 1e-7, through float rounding, if the number of rows changes the shapes of the
-    matrix products.
+    A row's sampling noise depends only on `params` and the row's request. If the distribution is
+    the same, the same token is therefore sampled, whatever other rows are in the batch. The
+    distribution itself changes by about 1e-7, through float rounding, if the number of rows changes
+    the shapes of the matrix products.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(

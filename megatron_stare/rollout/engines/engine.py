@@ -269,7 +269,8 @@ class ServedEngine(Engine):
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
         """Ends an update in which the trainer's ranks sent the weights directly to the target of
-        `sync_target`. Is called instead of `end_weight_update`, and returns nothing.
+        `sync_target`. Is called instead of `end_weight_update`, makes the same checks, and returns
+        nothing.
 
         Args:
             sent: the report of each rank.
