@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron_stare.config.recipes import published, recipes, refused, sources, 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
+from megatron_stare.planning import memory
 from megatron_stare.planning.memory import check_memory
 from megatron_stare.planning.preflight import check
 from megatron_stare.rewards.verifier import make_verifier
@@ -97,6 +99,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, architecture in ARCHITECTURE.items():
         hollow_model(ARCHITECTURES / architecture, folder / name)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def planned_once() -> Iterator[None]:
+    """Recipes of one model and layout have the same ranks, each of which takes 0.3 s to build."""
+    plan_rank, plans = memory.plan_rank, {}
+
+    def planned(*asked: Any) -> Any:
+        if (key := repr(asked)) not in plans:
+            plans[key] = plan_rank(*asked)
+        return plans[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "plan_rank", planned)
+        yield
 
 
 def on(models: Path, config: Config) -> list[str]:
