@@ -1,13 +1,11 @@
 """Runs the training loop. Other modules implement the calls of the loop.
 
-The loop and its parts:
-
-    next:    rollouts -> rewards -> group advantages            (driver/training_source.py)
-    step:    log-probs -> statistics, gate, weights -> backward (driver/policy_trainer.py)
-    publish: weight sync and its verification                   (driver/training_source.py)
-    log:     metrics, alerts and samples to every sink          (observability/metrics/monitor.py)
-    steps:   due checkpoints and evaluations                    (driver/session.py, driver/parts.py)
-    session: a new session after the loss of a worker           (driver/held_run.py)
+next:    rollouts -> rewards -> group advantages            (driver/training_source.py)
+step:    log-probs -> statistics, gate, weights -> backward (driver/policy_trainer.py)
+publish: weight sync and its verification                   (driver/training_source.py)
+log:     metrics, alerts and samples to every sink          (observability/metrics/monitor.py)
+steps:   due checkpoints and evaluations                    (driver/session.py, driver/parts.py)
+session: a new session after the loss of a worker           (driver/held_run.py)
 """
 
 from __future__ import annotations
