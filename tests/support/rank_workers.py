@@ -44,7 +44,10 @@ class RankWorkers(Workers):
         return len(self._ranks)
 
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        self._pipes[worker].send((method, args))
+        try:
+            self._pipes[worker].send((method, args))
+        except OSError as error:
+            raise UserError("a rank died") from error
         return worker
 
     def wait(
