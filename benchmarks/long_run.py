@@ -76,7 +76,8 @@ STARTING = "starting"  # a worker that has been asked nothing yet
 # Ray gives its workers way to everything else on the machine (nice 15): beside other work they
 # would hardly run
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
-# exit codes of a run that somebody has told to end, and that goes on by the same command
+# exit codes of a run that somebody has told to end, or that losses ended, and that goes on by the
+# same command
 CONTINUED = (75, 130, 143)
 LOOK_S = 0.05
 SAMPLES_EVERY, SAMPLE_AT = 10, 5  # steps; saves are begun at multiples of 20

@@ -1,5 +1,5 @@
 """Defines errors that the user can fix. `cli.py` prints a UserError without a traceback and exits
-with code 2."""
+with the error's exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 class UserError(Exception):
     """Error that the user can fix.
 
-    `exit_code`: exit code of a command that the error ends. 2 by default.
+    `exit_code`: exit code of a command that the error ends. It is 2, or 75 if the machines caused
+        the error and the run can be resumed.
 
     Args:
         what: the fault, in one sentence.

@@ -79,6 +79,10 @@ wait_for() {
         wait "$1" && status=0 || status=$?
         kill -0 "$1" 2>/dev/null || break
     done
+    # a signal may have ended the wait just as the process ended; bash still has its code
+    local code=0
+    [ "$status" -le 128 ] || wait "$1" 2>/dev/null || code=$?
+    [ "$status" -le 128 ] || [ "$code" = 127 ] || status=$code
 }
 
 # The IPv4 address of a node by its name, as this machine's resolver finds it: gRPC, by which Ray speaks, asks DNS

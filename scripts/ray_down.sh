@@ -16,6 +16,8 @@ one_of DRY_RUN 0 1
 find_project_python
 stop=("$PYTHON" -m ray.scripts.scripts stop --grace-period "${GRACE_S:-16}")
 if [ -z "${HOSTS:-}" ]; then
+    # first those that would start Ray again
+    [ "$DRY_RUN" = 1 ] || pkill -TERM -f 'scripts/ray_up[.]sh' || true
     show_and_run "${stop[@]}"
     exit 0
 fi

@@ -82,14 +82,17 @@ if [ "$BLOCK" = 0 ] || [ "$DRY_RUN" = 1 ]; then
     show_and_run "${start[@]}"
     exit 0
 fi
-told=
-trap 'told=1; kill -TERM "$running" 2>/dev/null || true' TERM INT
-while true; do
+told="" running=""
+trap 'told=1; [ -z "$running" ] || kill -TERM "$running" 2>/dev/null || true' TERM INT HUP QUIT
+while [ -z "$told" ]; do
     began=$SECONDS
     "${start[@]}" &
     running=$!
+    [ -z "$told" ] || kill -TERM "$running" 2>/dev/null || true # it came before the line above
     wait_for "$running"
+    running=""
     # 1: one of its processes died. A Ray that does not last a minute would not last the next time either.
-    { [ -z "$told" ] && [ "$status" = 1 ] && [ $((SECONDS - began)) -ge "${LASTED_S:-60}" ]; } || exit "$status"
-    echo "a process of Ray died on $(hostname): Ray starts again" >&2
+    { [ "$status" = 1 ] && [ $((SECONDS - began)) -ge "${LASTED_S:-60}" ]; } || exit "$status"
+    [ -n "$told" ] || echo "a process of Ray died on $(hostname): Ray starts again" >&2
 done
+exit "$status"

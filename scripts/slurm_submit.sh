@@ -23,7 +23,7 @@
 # A job that is requeued, here or by Slurm when a node fails, finds its run in RUN_DIR and goes on from the newest
 # checkpoint; where a node failed, run.checkpoint_every says how many steps may be done again. A run that ends by itself
 # ends the job, except where it says by its exit code that it is to be continued (STOP_AFTER, a lost node or cluster), or
-# was killed: then the job is requeued if a checkpoint was made in this start.
+# was killed. A recipe's job is not requeued again where two starts in a row made no checkpoint.
 # scancel --batch --signal=USR1 JOB saves and requeues, --signal=TERM saves and ends. A plain scancel ends Ray as well,
 # and nothing is saved. For preemption, Slurm needs PreemptParameters=send_user_signal and a GraceTime of GRACE_S.
 set -euo pipefail
@@ -108,7 +108,7 @@ submit() {
 
 # What Slurm runs on the first node.
 job() {
-    local script="$1" head=HEAD nodes="${NODES:-2}" port="${RAY_PORT:-6379}" status=0
+    local script="$1" head=HEAD nodes="${NODES:-2}" port="${RAY_PORT:-6379}" status=0 told run before
     if [ "$DRY_RUN" = 0 ]; then
         # whole, as a pipe that closes after the first line may end scontrol, and with it the job
         head="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
@@ -118,6 +118,10 @@ job() {
     export NODES="$nodes"
     export RUN_DIR="${RUN_DIR:-$WORK/runs/$(name_of "$@")-${SLURM_JOB_ID:-JOB}}"
     echo "start $((${SLURM_RESTART_COUNT:-0} + 1)) of job ${SLURM_JOB_ID:-JOB} on $nodes nodes; run: $RUN_DIR"
+    told=none run="" before="$(checkpoints)"
+    trap 'told=USR1; [ -z "$run" ] || kill -USR1 "$run" 2>/dev/null || true' USR1
+    trap 'told=TERM; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null || true' TERM
+    [ "${SLURM_RESTART_COUNT:-0}$DRY_RUN" != 00 ] || rm -f "$RUN_DIR.no-checkpoint"
     # a node's one task is all of Ray there: it is not to be bound to a core
     local cluster=()
     in_background() { if [ "$DRY_RUN" = 1 ]; then show_and_run "$@"; else "$@" & cluster+=($!); fi; }
@@ -135,33 +139,50 @@ job() {
         show_and_run scontrol requeue JOB
         return
     fi
-    local before
-    before="$(checkpoints)"
-    RAY_ADDRESS="$head:$port" bash "$@" &
-    run=$!
-    told=none
-    trap 'told=USR1; kill -USR1 "$run" 2>/dev/null || true' USR1
-    trap 'told=TERM; kill -TERM "$run" 2>/dev/null || true' TERM
-    wait_for "$run"
+    if [ "$told" = none ]; then # else the signal came while the nodes joined
+        RAY_ADDRESS="$head:$port" bash "$@" &
+        run=$!
+        [ "$told" = none ] || kill -s "$told" "$run" 2>/dev/null || true # it came before the line above
+        wait_for "$run"
+    elif [ "$told" = USR1 ]; then
+        status=138
+    else
+        status=143
+    fi
     [ "${#cluster[@]}" = 0 ] || kill "${cluster[@]}" 2>/dev/null || true
     case "$told $status" in
     "USR1 $TO_BE_CONTINUED" | "USR1 143" | "USR1 138") # it saved; or was told to end before that; or had not begun
         again "out of time" ;;
     "TERM "* | *" 0" | *" 2" | *" 130" | *" 143") exit "$status" ;; # it is done, or refuses, or was ended by a user
-    *) # out of time by its own clock, a lost cluster, a killed process: no end without progress
-        if [ -e "$RUN_DIR/config.yaml" ] && [ "$(checkpoints)" = "$before" ]; then
-            echo "the run ended with code $status, and this start made no checkpoint: not requeued"
-            exit "$status"
-        fi
+    *" $TO_BE_CONTINUED") again "the run is to be continued" ;; # STOP_AFTER, or lost nodes or the cluster
+    *)
+        [ "$1" = "$RUN_RECIPE" ] || exit "$status" # what the code of another script means is not known
         again "the run ended with code $status" ;;
     esac
 }
 
-# The names of the run's checkpoints.
-checkpoints() { echo "$RUN_DIR"/checkpoints/*; }
+# The run's complete checkpoints.
+checkpoints() {
+    local path
+    for path in "$RUN_DIR"/checkpoints/step_*; do
+        case "${path##*/step_}" in *[!0-9]*) ;; *) echo "$path" ;; esac
+    done
+}
 
-# Requeues the job. Argument: why.
+# Requeues the job. Argument: why. Another script may keep its run elsewhere, so only a recipe's checkpoints tell whether
+# it gets on.
 again() {
+    if [ "$script" = "$RUN_RECIPE" ]; then
+        if [ "$(checkpoints)" != "$before" ]; then
+            rm -f "$RUN_DIR.no-checkpoint"
+        elif [ -e "$RUN_DIR.no-checkpoint" ]; then
+            echo "$1, but two starts in a row made no checkpoint: the job is not requeued"
+            exit "$status"
+        else
+            mkdir -p "$(dirname "$RUN_DIR")"
+            touch "$RUN_DIR.no-checkpoint"
+        fi
+    fi
     echo "$1: requeued; the job resumes from the newest checkpoint"
     scontrol requeue "$SLURM_JOB_ID"
 }

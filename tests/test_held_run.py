@@ -17,6 +17,7 @@ from megatron_stare.driver.held_run import HeldRun
 from megatron_stare.driver.opening import Inputs, read_inputs
 from megatron_stare.driver.resuming import check_resume
 from megatron_stare.errors import ConfigError, NonFiniteError, UserError
+from megatron_stare.planning.placement import PlacementError
 from megatron_stare.process.interruption import Interruption, on_driver_thread
 from megatron_stare.process.recovery import RESTARTS_FILE
 from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
@@ -232,6 +233,9 @@ def test_a_run_that_losses_end_is_to_be_continued(tmp_path: Path) -> None:
     codes: list[int] = []
     lost = (1, WorkerLostError("a rank died"))
     assert code(WorkerLostError("again"), lost) == 75  # no attempt is left
-    assert code(UserError("no node came back"), lost, came_up=False) == 75
+    gone = {"where": "runtime.ray_address"}
+    assert code(PlacementError("no node came back"), lost, came_up=False) == 75
+    assert code(ConfigError("no cluster", **gone), lost, came_up=False) == 75
+    assert code(UserError("the disk is full"), lost, came_up=False) == 2
     assert code(UserError("the disk is full"), lost) == 2
-    assert code(UserError("no node is there"), came_up=False) == 2
+    assert code(PlacementError("no node is there"), came_up=False) == 2

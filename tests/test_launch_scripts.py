@@ -417,63 +417,84 @@ def test_a_time_limit_is_read_as_slurm_reads_it(recorder: Path, limit: str, seco
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "saves", "requeued"),
+    ("number", "status", "saves", "stuck", "requeued"),
     [
-        ("USR1", 75, True, True),
-        ("USR1", 75, False, True),
-        ("USR1", 2, True, False),  # its checkpoint could not be written: it would not go on
-        ("TERM", 143, True, False),
-        ("TERM", 75, True, False),  # Ray, which the same signal reached, was gone first
-        (None, 0, True, False),
-        (None, 75, True, True),  # STOP_AFTER, or the cluster was lost
-        (None, 75, False, False),
-        (None, 137, True, True),
-        (None, 137, False, False),
-        (None, 2, True, False),
+        ("USR1", 75, True, True, True),
+        ("USR1", 75, False, False, True),
+        ("USR1", 75, False, True, False),  # the second start that makes no checkpoint
+        ("USR1", 2, True, False, False),  # its checkpoint could not be written: it would not go on
+        ("TERM", 143, True, False, False),
+        ("TERM", 75, True, False, False),  # Ray, which the same signal reached, was gone first
+        (None, 0, True, False, False),
+        (None, 75, True, True, True),  # STOP_AFTER, or the cluster was lost
+        (None, 75, False, True, False),
+        (None, 137, True, False, True),
+        (None, 137, False, False, True),
+        (None, 137, False, True, False),
+        (None, 2, True, False, False),
     ],
 )
+@pytest.mark.parametrize("of_recipe", [True, False])
 def test_a_job_is_requeued_for_a_run_that_can_go_on(
-    recorder: Path, number: str | None, status: int, saves: bool, requeued: bool
+    recorder: Path,
+    of_recipe: bool,
+    number: str | None,
+    status: int,
+    saves: bool,
+    stuck: bool,
+    requeued: bool,
 ) -> None:
     """Slurm's signal becomes the run's; the job waits for the run to close, and only then is
-    requeued. A run that ends without a signal must have made a checkpoint."""
+    requeued. A script that is no recipe keeps its run where it likes, and its other codes mean what
+    it likes."""
     folder = recorder.parent
+    if not of_recipe:
+        requeued = status == 75 and number != "TERM"
+    name = "gtpo_qwen2.5_7b" if of_recipe else "run"
+    run_dir = folder / f"runs/{name}-12"
     command(folder, "srun", "exec sleep 600")
     command(
         folder,
         "scontrol",
         f'[ "$1" = show ] && echo node1 || echo "$* $(cat {folder}/closed)" >>{folder}/told',
     )
-    saved = "mkdir -p $RUN_DIR/checkpoints/step_000020; " if saves else ""
-    closed = f"{saved}echo closed >{folder}/closed; exit {status}"
-    end = closed if number is None else f'trap "{closed}" {number}'
+    made = "step_000020" if saves else "step_000020.0a1b.tmp"  # killed in a save
+    closed = f"mkdir -p {run_dir}/checkpoints/{made}; echo closed >{folder}/closed; exit {status}"
+    end = closed if number is None else f"trap '{closed}' {number}"
     ready, wait = folder / "ready", "while true; do sleep 0.05; done"
-    old = folder / "runs/run-12/checkpoints/step_000010"
-    old.mkdir(parents=True)
-    (folder / "runs/run-12/config.yaml").touch()
+    (run_dir / "checkpoints/step_000010").mkdir(parents=True)
+    if stuck:
+        run_dir.with_name(f"{run_dir.name}.no-checkpoint").touch()
     (folder / "run.sh").write_text(
         f"{end}\necho $RAY_ADDRESS $RUN_DIR >{ready}.tmp; mv {ready}.tmp {ready}\n{wait}\n"
     )
     slurm = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node1"}
-    command(folder, "python", "echo 1")  # asked how many nodes have joined
+    # asked how many nodes have joined, or to train
+    train = f"RAY_ADDRESS=node1:6379 exec bash {folder}/run.sh"
+    command(folder, "python", f'case "$*" in *train*) {train} ;; *) echo 1 ;; esac')
     variables = {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHON": str(recorder),
         "WORK": str(folder),
+        "SLURM_RESTART_COUNT": "1",
         **slurm,
     }
+    asked = [str(RUN), name] if of_recipe else [str(folder / "run.sh")]
     job = subprocess.Popen(
-        ["bash", OTHERS[0], "--job", str(folder / "run.sh")], env=variables, start_new_session=True
+        ["bash", OTHERS[0], "--job", *asked], env=variables, start_new_session=True
     )
     try:
         if number is not None:
             while not ready.exists():
                 assert job.poll() is None
-            assert ready.read_text().split() == ["node1:6379", f"{folder}/runs/run-12"]
+            assert ready.read_text().split() == ["node1:6379", str(run_dir)]
             job.send_signal(getattr(signal, f"SIG{number}"))
         assert job.wait(timeout=60) == (0 if requeued else status)
     finally:
         os.killpg(job.pid, signal.SIGKILL) if job.poll() is None else None
+    if of_recipe:
+        marked = run_dir.with_name(f"{run_dir.name}.no-checkpoint").exists()
+        assert marked == (not saves if requeued else stuck)
     said = folder / "told"
     assert (said.read_text().split() if said.exists() else []) == (
         ["requeue", "12", "closed"] if requeued else []

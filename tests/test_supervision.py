@@ -294,6 +294,20 @@ def test_a_driver_lost_when_its_time_is_up_is_not_started_again(start, tmp_path:
     assert len(starts(tmp_path)) == 2
 
 
+def test_a_signal_after_the_last_driver_changes_no_exit_code(start) -> None:
+    """It comes while what the driver left behind is waited for."""
+    process = start(
+        "begin()\nchild = subprocess.Popen([sys.executable, '-c', 'import signal;"
+        " signal.pause()'], start_new_session=True)\nprint(child.pid, flush=True)\nsys.exit(2)\n"
+    )
+    child = psutil.Process(int(process.stdout.readline()))
+    while child.ppid() != process.pid:  # the driver is gone
+        assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    child.kill()
+    assert process.wait() == 2
+
+
 def test_a_driver_does_not_outlive_its_supervisor(start) -> None:
     """The driver is told of its supervisor's end, and ends as by SIGTERM: closing what it holds."""
     process = start(WAITING)

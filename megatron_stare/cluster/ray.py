@@ -67,6 +67,7 @@ from megatron_stare.process.workers import Handle, WorkerLostError, Workers, Wor
 from megatron_stare.run_dir.heartbeat import CallBeats
 
 LEFT_S = 10.0  # seconds for workers to close at the end of a run
+ENGINES_LEFT_S = 25.0  # the same for engines, which wait until their servers have freed GPU memory
 ENDED_S = 60.0  # seconds for a worker to close before it is replaced; its server may hang
 # seconds between polls of a cluster that is incomplete or may have lost something
 PROBE_S = 1.0
@@ -311,7 +312,7 @@ class RayWorkers(RayPeers):
         with self._closing:
             self._closed = True
             actors, self._actors = self._actors, []
-        _end(actors, LEFT_S)
+        _end(actors, ENGINES_LEFT_S if self._what == "engine" else LEFT_S)
 
 
 def _end(actors: Sequence[Any], limit_s: float) -> None:

@@ -22,7 +22,7 @@ from megatron_stare.errors import RollBack, UserError
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.planning.own_plan import own_plan
-from megatron_stare.planning.placement import Awaited
+from megatron_stare.planning.placement import Awaited, PlacementError
 from megatron_stare.process.interruption import (
     TO_BE_CONTINUED,
     Standing,
@@ -151,8 +151,8 @@ class HeldRun:
         loss = self._is_loss(error)
         if not loss or (wait_s := self._attempts.lost(step)) is None:
             # not the run's fault, but the machines': it can be continued when they are whole
-            if isinstance(error, UserError) and (loss or (self.restarted and not self._is_up)):
-                error.exit_code = TO_BE_CONTINUED
+            if loss or (self.restarted and not self._is_up and _lacks_nodes(error)):
+                error.exit_code = TO_BE_CONTINUED  # type: ignore[attr-defined]
             raise error
         what = str(error).splitlines()[0]
         counted = f"{self._attempts.counting} of {self._attempts.rule.attempts}"
@@ -206,6 +206,13 @@ class HeldRun:
             if error is not None and self._began and not (made or self.went_back):
                 self.dir.discard()
             self.dir.close()
+
+
+def _lacks_nodes(error: Exception) -> bool:
+    """Returns True if a cluster cannot be reached, or lacks nodes or GPUs that a run needs."""
+    return isinstance(error, PlacementError) or (
+        isinstance(error, UserError) and error.where == "runtime.ray_address"
+    )
 
 
 def _tell(line: str) -> None:

@@ -107,6 +107,7 @@ class _Supervisor:
         while True:
             code = self._drive(restarts)
             self._sweep()
+            self._heed()
             if self._ended_by is not None or not _is_lost(code):
                 return _shell_code(code)
             if self._out_of_time:  # the driver was lost before it had saved
@@ -217,6 +218,14 @@ class _Supervisor:
             found = signal.sigtimedwait(set(self._caught), left)
             self._out_of_time |= found is not None and found.si_signo == AFTER_STEP
             if found is not None and found.si_signo in ENDING:
+                self._ended_by = found.si_signo
+
+    def _heed(self) -> None:
+        """Takes the signals that came while no driver ran. Otherwise they would end this process
+        once they are no longer blocked."""
+        while (found := signal.sigtimedwait(set(self._caught), 0)) is not None:
+            self._out_of_time |= found.si_signo == AFTER_STEP
+            if found.si_signo in ENDING:
                 self._ended_by = found.si_signo
 
     def _sweep(self) -> None:

@@ -39,7 +39,7 @@ PROBE_EVERY_S = 0.5
 PROBE_S = 10.0  # time limit of one probe, after which the process is checked
 LEAVE_S = 5.0  # time from the request to exit until the process group is killed
 # For killed ranks to disappear. Only then is their GPU memory free; tens of GB take seconds.
-KILLED_S = 20.0
+KILLED_S = 15.0
 LOG_TAIL_BYTES = 3000
 LOG_BYTES = 1 << 20
 TAKEN = "address already in use"

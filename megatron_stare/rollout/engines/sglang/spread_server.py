@@ -98,10 +98,13 @@ class SpreadServer(ServerProcess):
 
     def close(self) -> None:
         self._closing.set()
-        super().close()
-        # fails if workers are gone; their processes ended with them
+        # these fail if workers are gone; their processes ended with them
+        stopping = None
         with contextlib.suppress(Exception):
-            self._parts.wait(self._parts.start("stop"), timeout_s=ANSWER_S)
+            stopping = self._parts.start("stop")
+        super().close()
+        with contextlib.suppress(Exception):
+            self._parts.wait(stopping or [], timeout_s=ANSWER_S)
 
 
 class ServerPart(ReplicaPart):
