@@ -66,7 +66,7 @@ class Extension:
 
     @classmethod
     def parse(cls, text: str) -> Extension:
-        """Makes an extension from the text that `str` returned for it."""
+        """Parses a text that `str(extension)` returned, and returns an equal extension."""
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:

@@ -1,11 +1,11 @@
 """Runs the training loop. Other modules implement the calls of the loop.
 
-next:    rollouts -> rewards -> group advantages            (driver/training_source.py)
-step:    log-probs -> statistics, gate, weights -> backward (driver/policy_trainer.py)
-publish: weight sync and its verification                   (driver/training_source.py)
-log:     metrics, alerts and samples to every sink          (observability/metrics/monitor.py)
-steps:   due checkpoints and evaluations                    (driver/session.py, driver/parts.py)
-session: a new session after the loss of a worker           (driver/held_run.py)
+`next` makes rollouts and computes their rewards and group advantages (driver/training_source.py).
+`step` computes log-probs, statistics, gate, token weights and gradients (driver/policy_trainer.py).
+`publish` syncs the weights to the engines and verifies the sync (driver/training_source.py).
+`log` sends metrics, alerts and samples to every sink (observability/metrics/monitor.py).
+`steps` saves checkpoints and runs evaluations on schedule (driver/session.py, driver/parts.py).
+`until_done` opens a new session after the loss of a worker (driver/held_run.py).
 """
 
 from __future__ import annotations

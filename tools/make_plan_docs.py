@@ -202,7 +202,8 @@ def _arithmetic(row: Published, run: ResolvedRun, step: Step) -> str:
         f"{SEQUENCES} sequences of {row.prompt:.0f} prompt and {row.response:.0f} response tokens"
         f" on {run.config.parallel.world_size} trainer GPUs. A sequence's forward pass costs"
         f" {flops / 1e12:.1f} TFLOP. A step has 2 forward passes (policy and reference) and an"
-        f" update that costs as much as {times}: {both} + {rest} = {step.seconds:.1f} s"
+        f" update that costs as much as {times} forward passes. In seconds: {both} + {rest} ="
+        f" {step.seconds:.1f}"
     )
 
 

@@ -142,8 +142,8 @@ def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
     said = f"Entropy in the last 5 steps before the change, nats: {listed}."
     if held[best] < max(held.values()):
         said += (
-            f" {NAMES[best]} ended best and had not held most, so the entropy held before does not"
-            " alone decide how far an arm recovers."
+            f" {NAMES[best]} had the best pass@1 at the end, but not the highest entropy before the"
+            " change. So the entropy before the change does not alone decide how far an arm recovers."
         )
     return said
 
@@ -188,8 +188,8 @@ def afterwards(told: Mapping[str, Any]) -> list[str]:
             for mean, low, high in (interval(each),)
         )
         lines += [
-            f"The sweep chose the lowest learning rate of {what}. Lower rates are not in the plan"
-            f" and were run afterwards, with the same seeds. Pass@1 at {said}.",
+            f"For {what}, the sweep chose its lowest learning rate. Runs at lower learning rates"
+            f" were not planned. They came afterwards, with the same seeds. Pass@1 at {said}.",
             "",
         ]
     return lines
@@ -201,7 +201,7 @@ def tried(told: Mapping[str, Any]) -> list[str]:
     for each in told["plan"]["tried"]:
         scores = ", ".join(f"{float(lr):g}: {value:g}" for lr, value in each["pass@1"].items())
         taken = " (taken)" if each.get("taken") else ""
-        lines.append(f"- {each['task']}{taken}. GRPO, pass@1 by learning rate: {scores}.")
+        lines.append(f"- {each['task']}{taken}. GRPO's pass@1 at each learning rate: {scores}.")
     return lines
 
 
@@ -235,7 +235,12 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "",
     ]
     for task in plan["tasks"]:
-        lines += [f"`{task}`, means over seeds with 95 % intervals:", "", *arms(told, task), ""]
+        lines += [
+            f"Task `{task}`, with means over seeds and 95 % intervals:",
+            "",
+            *arms(told, task),
+            "",
+        ]
         if changed := plan["tasks"][task].get("changes_after"):
             lines += [before_the_change(told, task, changed), ""]
     lines += afterwards(told) or at_the_edge(told)

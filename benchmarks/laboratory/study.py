@@ -110,11 +110,11 @@ where it does not.
 A world has about eight prompts. Each prompt is the root of a tree of token choices. For every state
 of the tree, the policy has separate logits and samples from their softmax. Half of each prompt's
 gradient is the mean gradient of all prompts, so an update on one prompt also changes the policy on
-other prompts, as in a network. Entropy, expected reward and pass@k are exact. The laboratory has
-its own code of this project's methods; `tests/test_laboratory.py` compares it with the project's.
-*By critical surprisal* is an experiment, not a method of this project: it selects the tokens whose
-surprisal exceeds the critical surprisal of their state, instead of a share of the batch. *Strong*
-methods have W = 2 or 3, M = 0.2 and a share P of 0.3.
+other prompts, as in a network. Entropy, expected reward and pass@k are exact. The laboratory
+implements this project's methods a second time; `tests/test_laboratory.py` compares both
+implementations. *By critical surprisal* is an experiment, not a method of this project. It selects
+not a share of the batch, but all tokens whose surprisal exceeds the critical surprisal of their
+state. *Strong* methods have W = 2 or 3, M = 0.2 and a share P of 0.3.
 
 Each cell has {seeds} seeds, and each seed is a world of its own. All methods of a cell have the
 same worlds and the same random numbers. A difference counts as shown if it is more than
@@ -133,11 +133,11 @@ and GEPO are not in the maps, because their formulas are inferred.
 ## Where methods differ from the first of each map
 """
 CHOOSING = """\
-Each value of the first table is a mean over the other axis of the setting's map. Use only the
-direction, not the value, because the target in nats depends on the model. `megatron-stare suggest`
-suggests a target from a run's first steps ([tuning](tuning.md)). The second table counts, for each
-map and method, the cells with higher pass@1 minus the cells with lower pass@1, and gives the
-methods with the largest difference.
+Each map varies two settings. The first table averages pass@1 over the setting that is not in its
+row. Use only the direction, not the value, because the target in nats depends on the model.
+`megatron-stare suggest` suggests a target from a run's first steps ([tuning](tuning.md)). For each
+map and method, the second table takes the number of cells with higher pass@1 than the map's first
+method, minus the number with lower pass@1. The table names the methods with the largest difference.
 """
 
 
@@ -396,8 +396,8 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
             ]
         else:
             lines += [
-                f"Method with the best mean of {FIGURES[figure]} in each cell, with this mean, and"
-                f" the mean of {NAMES[methods(told)[0]]} in brackets:",
+                f"Each cell names the method with the best mean of {FIGURES[figure]} and gives this"
+                f" mean. In brackets is the mean of {NAMES[methods(told)[0]]}.",
                 "",
                 *best(name, told, figure),
                 "",

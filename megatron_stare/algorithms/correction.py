@@ -11,8 +11,8 @@ the trainer that learns compute different probabilities for the same token.
 
 The importance weight is detached, and multiplies the clipped policy loss. Truncated importance
 sampling is described at fengyao.notion.site (off-policy-rl). "When Speed Kills Stability" (Liu, Li
-et al. 2025) describes masking and the ratio of a whole response. The modes and the veto follow
-slime's mis.py.
+et al. 2025) describes the mode `mask`. The same article also describes an importance ratio R that
+all tokens of a response share. The modes and the veto follow slime's mis.py.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class EntropyBonus:
     """Settings of the entropy bonus.
 
     `coef`: the coefficient c. With a target, `coef` is the initial value of c.
-    `target`: the entropy that c is adjusted to reach, nats. If `target` is null, c is fixed.
+    `target`: the target entropy in nats. Every step changes c to bring the entropy closer to the
+        target. If `target` is null, c is fixed.
     `delta`, `coef_min`, `coef_max`: with a target, every step moves c by `delta` within [coef_min,
         coef_max].
     `measure`: the quantity that is compared with the target. 'entropy' is the mean entropy.

@@ -7,8 +7,9 @@ answers would no longer lower the entropy.
 
 The covariance covers all responses to the prompt, and a dropped response counts with advantage 0.
 Tokens of dropped responses still count in N, the divisor of the loss. Two details are inferred,
-because only a description of the method was available: the two sums in b run over the responses to
-one prompt, and N counts the tokens of dropped responses.
+because only a description of the method was available. First, the two sums in b run over the
+responses to one prompt. Second, N counts the tokens of dropped responses as well as the tokens of
+kept responses.
 """
 
 from __future__ import annotations

@@ -88,8 +88,9 @@ class GrpoS(Clipped):
         inverse = 1 / (entropy + self.eps)
 
         def share(x: Tensor, among: Tensor) -> Tensor:
-            """Divides each response's x by a mean, [B]. The mean is taken over the x of those
-            responses in its prompt group that `among` selects."""
+            """Divides the value x of each response by the mean of x over responses in the same
+            prompt group. The mean covers only the responses that the mask `among` selects. Returns
+            the quotients, [B]."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))

@@ -24,8 +24,9 @@ Tokens that are normalised together get advantage 0 if their rewards differ only
 Otherwise the division by a tiny std would turn rounding errors into advantages of several units.
 For example, if a prompt has only one correct response, 'separate' gives each token of this response
 the share 1, so the rewards of these tokens differ only by rounding errors. This file takes the
-paper's words "Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. With the
-setting `entropy_clamp`, the entropy itself is clamped, as the words literally say.
+paper's words "Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. The setting
+`entropy_clamp` clamps the entropy itself, which is the literal meaning of the paper's words
+"Entropy clipped".
 """
 
 from __future__ import annotations

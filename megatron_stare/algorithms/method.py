@@ -3,9 +3,12 @@
 A training step:
 
 1. The driver calls `judge`, which computes the advantages of the rollout batch.
+
 2. The trainer runs the log-prob pass.
+
 3. The trainer computes, over all ranks, the statistics that `requests` returns. `control` then
    updates the method's state.
+
 4. For every mini-batch, the trainer computes the requested statistics again, over this mini-batch
    alone. The trainer then calls `token_loss` and `coefficients` on each micro-batch.
 
@@ -73,7 +76,9 @@ class Method(ABC):
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that says why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if only the method's gate, or nothing, uses the log-prob pass.
+        log-prob pass. Returns None if the method can do without the log-prob pass. A method that
+        uses the entropies of the log-prob pass only for its gate can do without the log-prob pass,
+        because the gate can use the entropies of the training pass instead.
 
         A run can skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
         A run without the log-prob pass makes one update per rollout batch. Without the log-prob
@@ -182,7 +187,8 @@ class Method(ABC):
         factor is 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns for each token the code of its set in `selects`, [N] int8. The codes are meant
+        """Returns an integer for each token, [N] int8. The integer is the code of the token set
+        that contains the token. The property `selects` lists the possible sets. The codes are meant
         for diagnostics and for people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of

@@ -83,9 +83,10 @@ class PolicyGradient(Method):
     `aggregation`: the rule that turns token losses into one number (see aggregate.py).
     `length_norm`: the constant L_max, in tokens, of the two 'dr_grpo' aggregations.
     `truncated`: the treatment of responses that are cut off at the length limit (see shaping.py).
-    `equal_groups`: the treatment of groups whose rewards are all equal. 'keep' counts the tokens of
-        these groups. 'mask' removes these tokens from the loss, from N and from entropies, like
-        code that drops these groups and does not refill the batch (Skywork-OR1).
+    `equal_groups`: the treatment of prompt groups in which all rewards are equal. With 'keep', the
+        tokens of these groups count in the loss, in N and in entropies. With 'mask', the tokens of
+        these groups count neither in the loss nor in N nor in entropies. The setting 'mask' acts
+        like Skywork-OR1's code, which drops these groups and does not refill the batch.
     `overlong`: DAPO's soft overlong punishment, or null.
     `length_penalty`: Group Relative Overlong Punishment (GROP), or null.
     `correction`: the importance correction from the rollout policy to the training policy, or null.

@@ -53,12 +53,13 @@ class LengthPenalty:
     """Group Relative Overlong Punishment (GROP; GTPO and GRPO-S, arXiv 2508.04349, appendix D).
 
     A group is easy if its share of correct responses is at least `easy_from`, and hard if the share
-    is at most 1 - easy_from. Every other group is medium. Let L = max((shortest + longest) / 2,
-    mean) for a set of response lengths. In an easy group, L is taken over the lengths of the
-    correct responses. In a medium group, L is taken over the lengths of all responses. The penalty
-    of a correct response of length n is 0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for
-    larger n. Hard groups get no penalty. A medium group gets no penalty if at most half of its
-    responses are correct; the paper leaves this case open.
+    is at most 1 - easy_from. Every other group is medium. Every easy or medium group has a typical
+    response length L = max((shortest + longest) / 2, mean). In an easy group, the typical length L
+    is computed from the lengths of the correct responses. In a medium group, the typical length L
+    is computed from the lengths of all responses. The penalty of a correct response of length n is
+    0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for larger n. Hard groups get no
+    penalty. A medium group gets no penalty if at most half of its responses are correct; the paper
+    leaves this case open.
 
     `easy_from`: the paper's gamma_1. The paper gives no number for gamma_1.
     `correct_from`: the lowest reward that counts as correct.
@@ -111,9 +112,9 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """Returns the typical length of each group, [G], which is max((shortest + longest) / 2, mean)
-    over the group's selected lengths. The mask `over` selects the lengths. Returns 1 for a group
-    without a selected length."""
+    """Returns the typical response length of each group, [G], which is max((shortest + longest) /
+    2, mean) over the lengths of the group's selected responses. The argument `over` is the mask of
+    the selected responses, [B] bool. Returns 1 for a group without a selected response."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")

@@ -130,8 +130,8 @@ class Stare(Grpo):
         takes the share P with the lowest surprisal.
     `amplify`: the factor W on amplified advantages, at least 1.
     `attenuate`: the factor M on attenuated advantages, in (0, 1].
-    `entropy_target`: the gate is open while the entropy is below this target, nats. If
-        `entropy_target` is null, the gate is always open.
+    `entropy_target`: the target entropy in nats. The gate is open while the entropy is below the
+        target. If `entropy_target` is null, the gate is always open.
     `gate`: the entropy that the gate compares with the target. 'batch' is the mean entropy of the
         batch, 'sample' the mean entropy of the token's response, and 'token' the entropy at the
         token.

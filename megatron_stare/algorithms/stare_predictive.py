@@ -14,8 +14,9 @@ Here c is a token's coefficient in the loss. Tokens whose Phi is not negative ke
 After the update the trainer measures y, the change in the mean entropy of the same tokens.
 Recursive least squares with forgetting estimates kappa and d in y = kappa u + d (Ljung, System
 Identification, 1999, section 11.2). The mean entropy of other tokens, such as the next batch's,
-changes by y + b. A filter estimates b and the policy's entropy h from the mean entropy of every
-batch and from the measured changes. Before the next update:
+changes by y + b. A state estimator tracks the policy's entropy h and the extra change b. The inputs
+of the estimator are the mean entropy of every batch and the measured changes y. Before the next
+update:
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2

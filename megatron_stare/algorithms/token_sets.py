@@ -76,8 +76,9 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 class Selection:
     """Rule that separates rare tokens from common tokens.
 
-    `share`: P. A set of rare tokens contains this share of the tokens whose advantage has the set's
-        sign. If `common` is 'bottom', a set of common tokens also contains this share.
+    `share`: the share P. A set of rare tokens contains the share P of the tokens whose advantage
+        has the set's sign. If `common` is 'bottom', a set of common tokens contains the share P of
+        the tokens whose advantage has the set's sign.
     `rare_below`: the probability below which a token is rare. If `rare_below` is None, `share`
         decides which tokens are rare.
     """
@@ -87,8 +88,8 @@ class Selection:
     rare_below: float | None
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
-        """Requests the set's threshold. With `rare_below`, requests the number of tokens in the set
-        instead."""
+        """Returns a request for the set's threshold. If `rare_below` is set, the threshold is
+        already known, and the method returns a request for the number of tokens in the set."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
         # of equal surprisals, the first in canonical order are selected, at either end

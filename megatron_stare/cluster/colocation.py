@@ -100,8 +100,8 @@ class Colocation:
     def syncing(self) -> Iterator[None]:
         """Context manager around a weight sync. Restores the memory of the servers' weights before
         the sync, and the memory of the servers' caches after the sync. Offloads the parts of the
-        trainer that `memory.offload` selects, but not the parameters. The trainer needs them to
-        compute the canary's log-probs after the sync."""
+        trainer that `memory.offload` selects, but not the parameters. The trainer needs the
+        parameters after the sync, to compute the canary's log-probs."""
         if not self._on:
             yield
             return
@@ -121,9 +121,9 @@ class Colocation:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager for code that begins to save a checkpoint. Releases the servers' caches
-        to make room for the optimizer state. At the end of the context, the checkpoint's data must
-        already be in host memory."""
+        """Context manager for the time in which the ranks copy a checkpoint's data to host memory.
+        Releases the servers' caches to make room for the optimizer state. At the end of the
+        context, the checkpoint's data must already be in host memory."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

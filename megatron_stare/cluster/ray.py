@@ -125,8 +125,9 @@ class Actor:
             freeze()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
-        """Returns a free host:port on this node for the ranks' rendezvous. The port stays bound
-        until this actor's worker listens on the port.
+        """Returns a free host:port on this node for the ranks' rendezvous. The actor's process
+        binds a socket to the port, so that no other program can take the port. The actor's worker
+        later listens on this socket or closes the socket.
 
         Args:
             interface: the network interface of the address. If `interface` is None, the address is
@@ -208,8 +209,8 @@ class Actor:
 
 
 class RayPeers(Workers):
-    """Workers that another worker may call, but must not end. The process that started the workers
-    also ends them."""
+    """Workers that another worker can call. Only the process that started the workers may end the
+    workers."""
 
     def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
         self._actors, self._what, self._timeout_s = list(actors), what, timeout_s

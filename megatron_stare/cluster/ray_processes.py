@@ -41,8 +41,9 @@ def half_started(error: BaseException) -> Any:
     there are no such processes.
 
     If Ray fails to start, the processes that Ray has already started run until this Python process
-    ends. Only the frames in the traceback of `error` give access to Ray's record of these
-    processes.
+    ends. After a failed start, only local variables of the functions in the traceback of `error`
+    still refer to Ray's record of these processes. This function therefore searches the traceback
+    for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)

@@ -334,8 +334,8 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns a rank's result of sending weights as a list. The list contains either one result for
-    all engines or one result for each engine."""
+    """Returns a list of the results that a rank returned after the rank had sent weights. The list
+    contains either one result for all engines or one result for each engine."""
     return told if isinstance(told, list) else [told]
 
 
@@ -392,14 +392,15 @@ class TrainerWeights(WeightStream):
         self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """See WeightStream. Makes all ranks start to prepare the sending of weights. If the engines
-        do not share the trainer's devices, the ranks also gather their first bucket."""
+        """See WeightStream. Starts a call of `prepare_weights` on every rank, and returns without
+        waiting for the calls. If the engines do not share the trainer's devices, the ranks also
+        gather their first bucket."""
         self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. All ranks prepare to send at the same time. If the target allows only
-        one sender at a time, the pipeline stages send one after another. The ranks that own experts
-        send last, also one after another."""
+        """See WeightStream. All ranks prepare their weights at the same time. If the target allows
+        only one sender at a time, the pipeline stages send one after another. The ranks that own
+        experts send last, also one after another."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None

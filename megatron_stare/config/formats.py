@@ -72,7 +72,7 @@ def _address_that_is_used(config: Tree) -> Tree:
     """Removes sglang.host if the engine has no servers and the value is the former default, which
     applied up to format 6. The default of sglang.host is now null. The former default of
     sglang.host must be removed, because an engine without servers must not have server settings. If
-    the engine has servers, the run keeps its recorded address."""
+    the engine has servers, the recorded value of sglang.host stays unchanged."""
     if _has_servers(config):
         return config
     return _without_server_setting(config, "host", FORMER_HOST)
@@ -92,8 +92,8 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 def with_new_names(config: Tree) -> Tree:
     """Renames the sections in RENAMED, and moves the settings of the former section `services` to
-    the sinks that have these settings now. If the configuration lacks a former section, adds no
-    section in its place."""
+    the sinks that have these settings now. Creates a current section only if the configuration
+    contains the corresponding former section."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -121,7 +121,8 @@ def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
 
 
 def names_now(former: str) -> str:
-    """Returns the current name of a former setting, or "" if `former` is not a former name."""
+    """Returns the current name of the setting or section that was called `former` in an earlier
+    format. Returns "" if `former` belongs to no renamed or moved section."""
     section, _, setting = former.partition(".")
     if section in RENAMED:
         return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]

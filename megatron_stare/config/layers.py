@@ -3,8 +3,9 @@ the lowest layers. The configuration file itself is the next layer, and the over
 line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-There is one exception. A layer can name a method or extension that differs from the one in the
-lower layers. The lower layers' settings of their method or extension are then discarded.
+There is one exception. A layer can replace the method or an extension of the lower layers by naming
+another one. The settings that the lower layers contain for the replaced method or extension are
+then discarded.
 """
 
 from __future__ import annotations

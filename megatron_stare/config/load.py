@@ -98,8 +98,9 @@ def load_recorded(path: str | Path) -> Config:
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Returns a list with one message that lists the former section names in a configuration.
-    Returns [] if the configuration uses no former section names.
+    """Returns a list with one message if a configuration uses former section names. The message
+    gives the former name and the current name of each of these sections. Returns [] if the
+    configuration uses no former section names.
 
     Raises:
         ConfigError: the file is missing or is not YAML.
@@ -248,9 +249,9 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """Returns the source of the highest layer that sets the faulty setting.
 
     Several layers can set parts of the same section. If the fault concerns a whole section, returns
-    the source of the highest layer that causes the error. A layer causes the error if merging only
-    the layers beneath this layer does not produce the error. If no layer sets the faulty setting,
-    returns the source of the highest layer that is not an override.
+    the source of the highest layer that causes the error. A layer causes the error if the merge of
+    all lower layers is free of this error. If no layer sets the faulty setting, returns the source
+    of the highest layer that is not an override.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

@@ -194,8 +194,8 @@ def chosen(
 def reasons(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Returns the reason why each feature is off, by the feature's name. Features that are on are
-    left out. Arguments as in `chosen`."""
+    """Returns a mapping from the name of each inactive feature to the reason why the feature is
+    off. The mapping contains no active feature. Arguments as in `chosen`."""
     has = device_has() if has is None else has
     found: dict[str, str] = {}
     for feature in FEATURES:
@@ -262,8 +262,8 @@ def connections(config: Config) -> int | None:
     chooses the number.
 
     Ranks that exchange activations inside a layer get one queue. With one queue, a transfer starts
-    before all matrix products that are launched later. Megatron's own launcher requires one queue
-    for ranks that exchange activations inside a layer.
+    before all matrix products that are launched later. Megatron's own launcher also requires one
+    queue (CUDA_DEVICE_MAX_CONNECTIONS=1) on every rank that exchanges activations inside a layer.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections
@@ -324,7 +324,8 @@ def shares_prompts(config: Config) -> bool:
 
 
 def check_performance(config: Config, shape: ModelShape | None = None) -> None:
-    """Raises ConfigError for settings that are not supported, or cannot be combined, on any device.
+    """Raises ConfigError if a setting is not supported or if settings cannot be combined. These
+    checks do not depend on the device.
 
     Args:
         shape: the shape of the model. If `shape` is None, the checks of the model are left out.

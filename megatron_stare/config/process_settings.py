@@ -3,8 +3,9 @@ values for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. If one of these two variables is not set, an SGLang server sets the variable
-to 0 before the server's first collective. A server that is started with one of the flags in AGREED
-always sets the variables of this flag to 1.
+to 0 before the server's first collective. The dict AGREED lists the SGLang flags that affect each
+of these two variables. If a server is started with a flag that AGREED lists for a variable, the
+server always sets this variable to 1 in its own environment.
 """
 
 from __future__ import annotations

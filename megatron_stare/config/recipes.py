@@ -3,9 +3,10 @@ the published values of the run's settings.
 
 `configs/recipes/index.yaml` lists the recipes. A recipe is either a list of layers for method,
 lengths, model and cluster, or a set of changes to another recipe. A configuration names a recipe as
-recipes/NAME. `configs/recipes/published.yaml` contains the published values for each layer. Each
-published value is stored with its source and its line in the source. If a recipe's value differs
-from the published value, `published.yaml` gives the reason.
+recipes/NAME. `configs/recipes/published.yaml` contains the published values of settings, grouped by
+the recipe layer that contains the setting. Each published value is stored with its source and its
+line in the source. If a recipe's value differs from the published value, `published.yaml` gives the
+reason.
 """
 
 from __future__ import annotations

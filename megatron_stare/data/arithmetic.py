@@ -26,7 +26,7 @@ _SLIPS = (-10, -2, -1, 1, 2, 10)  # a forgotten or doubled carry, or a miscount
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem of adding a + b + c, where each number is from 10 to 99."""
+    """The addition problem a + b + c, where a, b and c are numbers from 10 to 99."""
 
     operands: tuple[int, int, int]
 
@@ -50,8 +50,9 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
     """Returns the problem at position `index` of a stream.
 
     A stream may contain the same problem several times, with its numbers in the same or in another
-    order. The two splits never share a problem. Of the first 1,000 held-out problems, 36 repeat an
-    earlier problem: 4 with its numbers in the same order, 32 in another order.
+    order. The two splits never share a problem. Of the first 1,000 held-out problems, 36 are
+    repetitions of an earlier problem. In 4 repetitions, the numbers have the same order as in the
+    earlier problem. In 32 repetitions, the numbers have another order.
     """
     attempt = 0
     while True:

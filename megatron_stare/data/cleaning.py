@@ -51,7 +51,9 @@ def words(text: str) -> tuple[str, ...]:
 
 
 class Repeats(NamedTuple):
-    """Positions of the problems of a list, in three groups. A problem is a pair (prompt, answer).
+    """Result of `without_repeats`, which divides a list of problems into three groups. Each field
+    contains the positions of one group's problems in the list. A problem is a pair (prompt,
+    answer).
 
     `kept`: positions of the problems that stay.
     `repeated`: positions of problems with the same prompt and the same answer as a kept problem.

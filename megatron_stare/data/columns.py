@@ -96,8 +96,9 @@ def _chosen(
 
 def _alone(rows: Sequence[Row], role: str, name: str) -> None:
     """Checks that the column's value is suitable for the given role in every row. `role` is
-    'prompt' or 'answer'. For the other of these two roles, the check uses an empty text. Raises
-    UserError if a value is not suitable."""
+    'prompt' or 'answer'. If `role` is 'prompt', the check uses an empty text as the answer. If
+    `role` is 'answer', the check uses an empty text as the prompt. Raises UserError if a value is
+    not suitable."""
     other = "answer" if role == "prompt" else PROMPT_KEY
     for number, where, row in rows:
         fields = {name: _within(row, name), **({} if name == other else {other: ""})}

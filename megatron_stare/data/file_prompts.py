@@ -223,8 +223,8 @@ class FilePrompts:
         chooses the first of these candidates. With this rule, the number of prompts from a file
         always differs from the file's share by less than 1 (Baruah et al., Proportionate Progress,
         Algorithmica 15, 1996). If a run was started with an earlier release, the run keeps the
-        earlier rule when it is resumed. The earlier rule chooses the file that is furthest below
-        its share.
+        earlier rule when it is resumed. The rule of earlier releases chooses the file that is
+        furthest below its share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

@@ -25,11 +25,10 @@ WHERE = "data.source"
 
 class ReasoningGym(GeneratedPrompts):
     """A PromptSource of one task of the package `reasoning-gym`. A task never runs out of
-    questions.
+    questions. The source has two settings.
 
-    Settings:
-        dataset: name of the task, such as `chain_sum`.
-        settings: settings of the task, such as `{min_terms: 2, max_terms: 3}`.
+    `dataset`: the name of the task, such as `chain_sum`.
+    `settings`: the options of the task, such as `{min_terms: 2, max_terms: 3}`.
 
     Raises:
         ConfigError: the package is not installed, does not have the task, or rejects the settings.

@@ -3,10 +3,11 @@ number to a total. Problems are generated when needed and never stored.
 
 For example, the prompt '33 8 5 2 = 38 :' asks for the signs in 33 + 8 - 5 + 2 = 38. A demonstration
 is either a short guess, such as '+8 +5 +2', or a search. A search tries one combination of signs
-after another. After every step, a search writes the running total; after every wrong attempt, it
-writes the word 'wait', as in '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. Only the part of a
-response after the last word 'wait' is graded. A guess is right only by luck, but a search finds the
-right signs unless it stops too early. Longer responses are therefore right more often.
+after another. After each signed number, a search writes the running total. Between two attempts, a
+search writes the word 'wait'. For example, the search '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'
+consists of a wrong attempt and a right attempt. Only the part of a response after the last word
+'wait' is graded. A guess is right only by luck, but a search finds the right signs unless it stops
+too early. Longer responses are therefore right more often.
 
 Problem number i of a stream depends only on i, the seed and the split. A fixed hash assigns each
 problem to the training split or the evaluation split, so the two splits share no problem. Rollouts
@@ -49,8 +50,8 @@ _OPERANDS = tuple(permutations(range(1, 10), 3))
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem start ± a ± b ± c = total. The digits a, b, c differ from each other, and at
-    least one choice of signs is right."""
+    """Problem that asks for the three signs in the equation start ± a ± b ± c = total. The digits
+    a, b, c differ from each other, and at least one choice of signs is right."""
 
     start: int
     operands: tuple[int, int, int]
@@ -63,9 +64,9 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """Returns the reference answer for the verifier: the text of the problem, such as '33 8 5 2
-        = 38'. The reference contains no signs, because every choice of signs that makes the
-        equation true is right."""
+        """Returns the text that the verifier gets as the reference answer, such as '33 8 5 2 = 38'.
+        The text contains no signs, because every choice of signs that makes the equation true is
+        right."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property

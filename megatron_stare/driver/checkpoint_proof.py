@@ -48,9 +48,9 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    `layout`: text that describes the ranks' layout, threads and devices. If a resumed run has the
-        same text, and the text names no compiled functions, the run's log-probs must be
-        bit-identical to the stored log-probs.
+    `layout`: text that describes the ranks' layout, threads and devices. A resumed run computes
+        this text again. If the new text equals `layout`, and `layout` mentions no compiled
+        functions, the new log-probs must be bit-identical to the stored log-probs.
     `sequences`: token ids of the canary.
     `proof`: log-probs, counts and sums that the ranks computed.
     """

@@ -109,7 +109,7 @@ class HeldRun:
 
     def awaited(self) -> Awaited | None:
         """Returns the rule by which the next session waits for lost nodes. Returns None if no
-        process was lost before the next session."""
+        process of the run has been lost since the user's command started."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -169,9 +169,9 @@ class HeldRun:
     def _is_loss(self, error: Exception) -> bool:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
-        Until a session has started completely, only the death of a worker process counts as a
-        recoverable loss. Any other failure during the start of the first session is more likely
-        caused by the configuration.
+        As long as no session has finished its start, only the death of a worker process counts as a
+        recoverable loss. A failure of any other kind during the start is usually caused by the
+        configuration, and not by a lost process.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
@@ -221,8 +221,9 @@ def _tell(line: str) -> None:
 
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
-    """Returns the directory of the run to resume if this run has already finished. Otherwise
-    returns None. For a finished run, calls the sinks' `finish` again and trains no step.
+    """Checks whether the run that is to be resumed has already finished. Returns the run's
+    directory if the run has finished, and None otherwise. For a finished run, calls the sinks'
+    `finish` again and trains no step.
 
     Raises:
         UserError: the run does not exist or cannot be resumed, or the run has already trained the

@@ -72,8 +72,8 @@ class Part:
     the order in which the parts were added."""
 
     def after_step(self) -> None:
-        """Does the part's work after a step. When the driver calls `after_step`, the step is
-        trained and logged, and its weights are synced to the engines."""
+        """Does the part's work after a step. Before the driver calls `after_step`, the driver
+        trains and logs the step, and syncs the new weights to the engines."""
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the part's metrics for the step being logged."""

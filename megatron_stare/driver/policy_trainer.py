@@ -122,8 +122,9 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk, unless the disk already contains the batches of
-        `faults.guards.dumps` other steps. Ignores write errors, such as a full disk.
+        """Writes the batch to disk. The setting `faults.guards.dumps` limits the number of steps
+        whose batches are on disk. If this limit is reached, the batch of a further step is not
+        written. Ignores write errors, such as a full disk.
 
         Args:
             by_rank: if true, also write the non-finite values that every rank finds.
@@ -141,8 +142,8 @@ class PolicyTrainer:
                 write_guarded(self._events, batch, self._ranks.log_probs(), why, ranks)
 
     def _watched(self, batch: RolloutBatch) -> list[int]:
-        """Returns the indices of those samples of the batch whose tokens are logged with their
-        numbers, such as entropies. Returns [] in most steps."""
+        """Returns the indices of the samples for which the run logs values of every single token,
+        such as the token's entropy. Returns [] in most steps."""
         run = self._config.run
         if batch.step % run.rollouts_every or self._texts is None:
             return []

@@ -191,8 +191,8 @@ class Session:
         return pools
 
     def _open_saves(self, stack: ClosingStack) -> None:
-        """Creates the object that compares log-probs of engines and trainer, the guards, and the
-        part that saves checkpoints."""
+        """Creates the guards, the part that saves checkpoints, and the object that compares the
+        engines' log-probs with the trainer's log-probs."""
         self.agreement = AgreementWatch(self._inputs.run, self.ranks, self.engines)
         self.agreement.restore(self.monitor.resumed)
         self.guards = Guards(self.config.faults.guards, self.config.model.dtype)

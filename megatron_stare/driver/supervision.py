@@ -174,10 +174,10 @@ class _Supervisor:
     def _now(self) -> list[str]:
         """Returns the arguments of the next driver.
 
-        If the run directory exists, the driver resumes the run in this directory. The option
-        `--from-step` is dropped as soon as one driver has started the run completely. If the option
-        were kept, each restart would discard the steps after `--from-step` once more. The option
-        `--stop-after` is set to the time that remains.
+        If the run directory exists, the driver resumes the run in this directory. Once a driver has
+        loaded the checkpoint and started all workers, later drivers do not get the option
+        `--from-step`. With `--from-step`, each restart would return to the same old checkpoint and
+        discard all later steps. The option `--stop-after` is set to the time that remains.
         """
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
@@ -252,7 +252,8 @@ def _is_lost(code: int) -> bool:
     restarted.
 
     A driver was lost if a signal other than SIGINT and SIGTERM killed it, or if it ended with an
-    error that is not a UserError. A driver that called abort() was killed by the signal SIGABRT.
+    error that is not a UserError. A driver that calls abort() also counts as lost, because abort()
+    kills the process with the signal SIGABRT.
     """
     return -code not in ENDING if code < 0 else code == 1
 

@@ -33,8 +33,8 @@ def register() -> None:
 
 
 class ChatHarnessConfig(HarnessConfig):
-    """Settings of ChatHarness, which are only the settings that every harness of the library
-    has."""
+    """Settings of ChatHarness. ChatHarness has the settings that the library `verifiers` defines
+    for every harness, and no further settings."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):

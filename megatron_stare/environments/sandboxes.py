@@ -397,10 +397,11 @@ def command() -> list[str]:
 
 @cache
 def _proc() -> tuple[str, ...]:
-    """Returns the options that tell bubblewrap which /proc a worker gets. Usually the worker gets a
-    new /proc. In a container in which parts of /proc are covered, for example by NVIDIA's container
-    hook, the kernel refuses a new /proc. If the kernel refuses a new /proc, the worker gets the
-    container's own /proc. The programs that a worker runs always see an empty /proc."""
+    """Returns the options that tell bubblewrap which /proc a worker gets. Usually bubblewrap mounts
+    a new /proc for the worker. In some containers, other mounts cover parts of /proc, for example
+    the mounts of NVIDIA's container hook. In such a container, the kernel does not allow bubblewrap
+    to mount a new /proc. If bubblewrap cannot mount a new /proc, the worker gets the container's
+    own /proc. The programs that a worker runs always see an empty /proc."""
     own = ("--proc", "/proc")
     bwrap = shutil.which("bwrap") or "bwrap"
     tried = subprocess.run(

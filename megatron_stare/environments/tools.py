@@ -159,33 +159,36 @@ class ToolKind:
 
 class Tools(Environment):
     """Environment in which the policy calls tools. The response ends after the first turn that
-    contains no call of a tool.
+    contains no call of a tool. The environment has the following settings.
 
-    Settings:
-        tools: list of tools. Each tool is code_interpreter, search, or the path of a function that
-            has type annotations and a docstring: `path/to/tools.py:function` or
-            `my_package.tools.function`. Write a tool with settings as {name: search, folder:
-            texts}. Add `once: true` if a call of the tool must not be repeated.
-        max_turns: largest number of turns of the policy in a response. Calls in the last allowed
-            turn are not made.
-        max_calls: largest number of calls in a response. Each further call is answered with an
-            error.
-        turn_tokens: largest number of tokens of a turn; null: the tokens that remain for the
-            response.
-        earlier_thinking: what to do if the chat template omits the thinking from earlier turns.
-            keep: keep the sampled thinking in the context. branch: begin a branch, whose context is
-            the history in the form in which the template renders it. The next turn is sampled and
-            trained with the branch's context. refuse: raise an error.
-        call_seconds: time limit of a call. If a call exceeds the limit, the policy gets an error as
-            the answer. If the tool's function is not async, the function runs on in its thread even
-            after the limit.
-        seconds: limit of the total time of all calls of a response. When the time is used up, each
-            further call is answered with an error.
-        answer_characters: largest number of characters of an answer. A longer answer is truncated.
-        sandbox: sandbox in which `code_interpreter` runs, one of bubblewrap, remote and monty.
-        sandbox_url: URL of a server that uses SandboxFusion's protocol, for `remote`.
-        sandbox_workers: number of programs that run at the same time.
-        memory_mb: memory limit of a program, in 2**20 bytes.
+    `tools`: the list of tools. Each tool is code_interpreter, search, or the path of a function
+        that has type annotations and a docstring: `path/to/tools.py:function` or
+        `my_package.tools.function`. To give a tool settings, replace the tool's name in the list by
+        a mapping, such as {name: search, folder: texts}. Add `once: true` to the mapping if a call
+        of the tool must not be repeated.
+    `max_turns`: the largest number of turns of the policy in a response. In the last allowed turn,
+        tool calls are not executed.
+    `max_calls`: the largest number of tool calls in a response. Each further call gets an error as
+        its answer.
+    `turn_tokens`: the largest number of tokens in a turn. If `turn_tokens` is null, a turn can use
+        all tokens that remain for the response.
+    `earlier_thinking`: the treatment of the thinking from earlier turns if the chat template omits
+        this thinking. With 'keep', the sampled thinking stays in the context. With 'branch', the
+        environment begins a branch, whose context is the history in the form in which the template
+        renders it. The next turn is sampled and trained with the branch's context. With 'refuse',
+        the environment raises an error.
+    `call_seconds`: the time limit of a call. If a call exceeds the limit, the policy gets an error
+        as the answer. If the tool's function is not async, the function continues to run in its
+        thread after the limit.
+    `seconds`: the time that all calls of a response may take together. When this time is used up,
+        each further call gets an error as its answer.
+    `answer_characters`: the largest number of characters in an answer of a tool. If an answer is
+        longer, the environment truncates the answer.
+    `sandbox`: the sandbox in which `code_interpreter` runs: `bubblewrap`, `remote` or `monty`.
+    `sandbox_url`: the URL of a server that uses SandboxFusion's protocol. This setting is only for
+        the sandbox `remote`.
+    `sandbox_workers`: the number of programs that can run in the sandbox at the same time.
+    `memory_mb`: the memory limit of a program in the sandbox, in 2**20 bytes.
 
     Raises:
         ConfigError: a tool cannot be read, two tools have the same name, the sandbox does not work

@@ -176,10 +176,12 @@ class Library:
 
     def task(self, at: int) -> Any:
         """Returns the `verifiers.v1.Task` with index `at` in the taskset. For an endless taskset,
-        only the first EVALUATED and the newest RECENT tasks stay in memory; evaluations use the
-        first tasks repeatedly. If a run goes back to an earlier checkpoint and needs a task that is
-        no longer in memory, the taskset is read again from its beginning. Raises DataError if the
-        taskset begins with a different task when it is read again."""
+        two constants limit the number of tasks in memory. EVALUATED is the number of tasks from the
+        beginning of the taskset that stay in memory, because evaluations use these tasks
+        repeatedly. RECENT is the number of most recently read tasks that stay in memory. If a run
+        goes back to an earlier checkpoint and needs a task that is no longer in memory, the taskset
+        is read again from its beginning. Raises DataError if the taskset begins with a different
+        task when it is read again."""
         if at < self._drawn and at not in self._tasks:
             first = self._tasks[0]
             self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0
@@ -514,8 +516,9 @@ async def _served(
     ready: concurrent.futures.Future[Any],
     stop: asyncio.Event,
 ) -> None:
-    """Runs the servers until `stop` is set. When all servers have started, stores the
-    `ModelContext` that all episodes use as the result of the future `ready`."""
+    """Runs the servers until `stop` is set. When all servers have started, creates the
+    `ModelContext` for all episodes. Sets the result of the future `ready` to this
+    `ModelContext`."""
     from aiohttp import web
     from verifiers.v1 import ModelContext, TrainClientConfig
 

@@ -38,13 +38,13 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     """Returns the expected result of a majority vote among k responses. If several answers have the
     most votes, one of these answers is drawn at random.
 
-    The k responses are drawn without replacement from the n sampled responses, of which c_j give
-    answer j. The expected result is the sum of r_j P E[1 / (1 + T)] over all answers j and all
-    counts a = 1..k. P is the probability that answer j is drawn exactly a times and no answer is
-    drawn more often. T is the number of other answers that are also drawn exactly a times. E[...]
-    is the expectation under the same condition: answer j is drawn exactly a times, and no answer is
-    drawn more often. A response without an answer has no vote. If none of the k responses has an
-    answer, the result is 0.
+    The k responses are drawn without replacement from the n sampled responses. Answer j is the
+    answer of c_j of the n responses, and has the result r_j. Let A(j, i) be the event that the draw
+    contains answer j exactly i times and contains no other answer more than i times. Let T be the
+    number of other answers that the draw also contains exactly i times. In the event A(j, i),
+    answer j wins the vote with probability 1 / (1 + T). The expected result is therefore the sum of
+    r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k. A response
+    without an answer has no vote. If none of the k responses has an answer, the result is 0.
 
     Args:
         classes: the pair (c_j, r_j) for every answer j, where r_j in [0, 1] is the result of the
@@ -80,9 +80,10 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Sums weights over all ways to draw k - a responses from `others` and `silent`. Each way draws
-    at most `a` responses from each class in `others`. The weight of each way is divided by 1 + T,
-    where T is the number of classes in `others` from which exactly `a` responses are drawn.
+    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses from
+    `others` and `silent`, with at most `a` responses from each class in `others`. The weight of a
+    draw is the product of its classes' weights, divided by 1 + T. T is the number of classes in
+    `others` from which the draw contains exactly `a` responses.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
@@ -129,19 +130,20 @@ def wilson_interval(
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     In the formula, m = 1 + p (1 - p) / v, and v is the variance of the mean from
-    `mean_of_problems`. The summand 1 in m corrects a bias of p (1 - p): on average, p (1 - p)
-    equals μ (1 - μ) - v, where μ is the true mean. If all results are 0 or 1 and every prompt has a
-    problem of its own, m equals N, and the interval is exactly Wilson's.
+    `mean_of_problems`. Let μ be the true mean. On average, p (1 - p) is smaller than μ (1 - μ) by
+    v. The 1 in the formula for m corrects this bias. If all results are 0 or 1 and every prompt has
+    a problem of its own, m equals N, and the interval is exactly Wilson's.
 
-    A share of right responses varies less than a result that is 0 or 1. If the results are shares
-    of right responses, m is therefore larger than the effective number of problems, G. The estimate
-    of the difference m - G is unreliable for few problems, and for a mean near 0 or 1, where the
-    difference depends only on the few results other than 0 and 1. If m is larger than G, the
-    interval therefore uses G + min(w, (z/t)²) (m - G) in place of m. The weight w is min(1, G
-    min(p, 1 - p)/5), because a normal approximation needs five right and five wrong results. The
-    number t is the (1 + level)/2 quantile of Student's distribution with G - 1 degrees of freedom.
-    If all results are equal, m is set to G. tests/evaluation/test_coverage.py simulates how often
-    the interval contains the true mean.
+    A prompt's result can be the share of right responses among several responses to the prompt.
+    Such a share varies less than the result of a single response, which is 0 or 1. If the results
+    are shares of right responses, m is therefore larger than the effective number of problems, G.
+    The estimate of m - G is unreliable if there are few problems. The estimate of m - G is also
+    unreliable if the mean is near 0 or 1, because the estimate then depends only on the few results
+    between 0 and 1. If m is larger than G, the interval therefore uses G + min(w, (z/t)²) (m - G)
+    in place of m. The weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs
+    five right and five wrong results. The number t is the (1 + level)/2 quantile of Student's
+    distribution with G - 1 degrees of freedom. If all results are equal, m is set to G.
+    tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.

@@ -2,9 +2,10 @@
 same answer.
 
 A `Response` is a trajectory without its tokens. Two answers count as the same if their normal forms
-are equal, or if the verifier accepts the later answer when the earlier answer is the reference.
-Answers are compared in the order of the responses' sample indices, so the classes do not depend on
-which response finished first. The earliest answer of a class represents the class.
+are equal. Two answers also count as the same if the verifier accepts the second answer as right,
+with the first answer as the reference answer. Answers are compared in the order of the responses'
+sample indices, so the classes do not depend on which response finished first. The earliest answer
+of a class represents the class.
 """
 
 from __future__ import annotations

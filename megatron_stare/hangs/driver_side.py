@@ -297,8 +297,8 @@ def beats_here(role: str, node: str) -> CallBeats:
 
 
 class Watched:
-    """Reports to a watcher which phase this process is in, and the progress of the phase. Does
-    nothing if faults.hangs.enabled is false. `close` may be called twice.
+    """Starts a watcher. Reports the current phase of this process, and the progress of this phase,
+    to the watcher. Does nothing if faults.hangs.enabled is false. `close` may be called twice.
 
     Args:
         folder: folder for heartbeat.json and bundles.

@@ -226,8 +226,8 @@ def look(
 
 
 def here() -> str:
-    """Returns the name of this host. If a process runs on the driver's node, its ProcessFacts name
-    the node by this host name."""
+    """Returns the name of this host. For each process on the driver's node, the field `node` of
+    ProcessFacts contains the host name."""
     return socket.gethostname()
 
 

@@ -209,7 +209,7 @@ def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
 
 def mounted(path: str) -> str:
     """Returns the type and the mount point of the file system that contains `path`, an absolute
-    path. Does not access the file system itself."""
+    path. Reads only /proc, and does not access the file system that contains `path`."""
     best, kind = "", ""
     with contextlib.suppress(OSError):
         for line in (PROC / "self/mountinfo").read_text().splitlines():

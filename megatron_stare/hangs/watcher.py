@@ -276,8 +276,8 @@ class _Copier:
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Checks whether a server answers at all. An answer that demands an API key, or an answer in
-    another protocol, also counts."""
+    """Checks whether a server answers at all. A refusal that asks for an API key counts as an
+    answer, and so does an answer in another protocol."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)

@@ -310,8 +310,9 @@ class Trainer:
         trainer: Tensor | None,
         versions: Sequence[int],
     ) -> list[LogProbDifference] | None:
-        """Compares every engine's log-probs [N] with the trainer's log-probs. Returns a list with
-        one difference per engine on the reporting rank, and None on other ranks."""
+        """Compares every engine's log-probs [N] with the trainer's log-probs. On the reporting
+        rank, returns a list with one LogProbDifference for each engine. On other ranks, returns
+        None."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]

@@ -4,7 +4,7 @@
 Queries are computed from one normed low-rank latent. Keys and values are computed from a second
 low-rank latent. A head's key consists of a part with rotary embeddings and a part without rotary
 embeddings. The part without rotary embeddings comes from the second latent and differs between
-heads. All heads share the part with rotary embeddings.
+heads. The key part with rotary embeddings is the same for all heads.
 """
 
 from __future__ import annotations

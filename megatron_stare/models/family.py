@@ -28,8 +28,9 @@ class Served:
     parameter `name` is a stack of tensors, in which the Hugging Face tensor has the position
     `index`.
 
-    `count`: number of stacked tensors, or None if `an_expert` tensors are stacked for every expert.
-    `an_expert`: number of stacked tensors per expert.
+    `count`: number of tensors in the stack, or None if the stack contains the tensors of all
+        experts.
+    `an_expert`: number of tensors per expert in the stack. Used only if `count` is None.
     `dtype`: dtype of the server's parameter, or None for the server's compute dtype.
     `whole`: whether every rank of a server holds the whole parameter, even if the trainer's ranks
         each hold a part of the tensor.
@@ -240,8 +241,9 @@ class ModelFamily:
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
-        """Returns the work for one sequence, in units of tokens. The work of linear layers grows
-        with the sequence's length, and the work of attention grows with the square of the length.
+        """Returns the number of operations for one sequence, divided by the number of operations
+        that the linear layers take for one token. The operations of linear layers grow with the
+        sequence's length, and the operations of attention grow with the square of the length.
 
         For hidden size h and length n, a layer's matrices take 24 h^2 operations a token (Q, K, V,
         output and a gated MLP of 8/3 h). Causal attention takes 2 h n operations a token. Attention

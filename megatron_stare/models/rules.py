@@ -35,8 +35,8 @@ class Rule:
     make up this parameter. The names have {} in place of layer and expert numbers.
 
     If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each of
-    these tensors. If a checkpoint fuses q, k and v, or gate and up, end to end in one tensor, `hf`
-    names the fused tensor.
+    these tensors. A checkpoint can instead have one fused tensor, which contains q, k and v (or
+    gate and up) end to end. In this case, `hf` names only the fused tensor.
     """
 
     megatron: str

@@ -38,10 +38,9 @@ class Alert:
     """A problem that the user should look into.
 
     `name`: the problem, in words that do not depend on the measured values.
-    `text`: the measured values at the last step with the problem, as a sentence.
-    `metric`, `value`: the metric that shows the problem most directly, and the metric's value at
-        the last step with the problem. If no single metric shows the problem, `metric` is "" and
-        `value` is NaN.
+    `text`: a sentence with the values that were measured in step `last_step`.
+    `metric`, `value`: the metric that shows the problem most directly, and the metric's value in
+        step `last_step`. If no single metric shows the problem, `metric` is "" and `value` is NaN.
     """
 
     name: str
@@ -116,11 +115,12 @@ class Sink:
         """Receives a remark for the user."""
 
     def begin_phase(self, name: str) -> None:
-        """Receives the beginning of a phase: start, rollout, log_probs, update, sync, eval or
-        checkpoint. Phases may be nested."""
+        """Is called when the phase `name` begins. The phases are start, rollout, log_probs, update,
+        sync, eval, checkpoint and, in supervised fine-tuning, data and held_out. A phase can begin
+        inside another phase."""
 
     def end_phase(self, name: str) -> None:
-        """Receives the end of the innermost phase. Is also called if the phase failed."""
+        """Is called when the innermost phase ends, even if the phase failed."""
 
     def progress(self, done: int, total: int) -> None:
         """Receives how many responses of the current phase are finished, and how many responses the

@@ -227,9 +227,9 @@ class LinearHead:
 
 
 class _Attached(torch.autograd.Function):
-    """Loss whose gradients were already computed in forward. If `of_weight` is None, forward has
-    already added the weight's gradient to a buffer. Backward then returns, in place of the weight's
-    gradient, either None or uninitialised memory (see LinearHead.loss)."""
+    """Loss whose gradients were already computed in forward. If `of_weight` is None, the weight's
+    gradient is already in the buffer `weight_gradient` of LinearHead.loss. Backward then returns,
+    in place of the weight's gradient, either None or uninitialised memory (see LinearHead.loss)."""
 
     @staticmethod
     def forward(
@@ -314,8 +314,8 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Adds the matrix product of `logits`, transposed, and `hidden` to `total` [V, H]. The sum is
-    computed in the dtype of `total`."""
+    """Multiplies the transpose of `logits` by `hidden`, and adds the product to `total` [V, H]. The
+    sum is computed in the dtype of `total`."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
     elif logits.device.type == "cuda":
@@ -325,9 +325,9 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if a slope differs, by more than rounding, from the slope that was used
-    for the gradient, because the loss then couples tokens. On a GPU, the error is raised at the
-    next synchronisation."""
+    """Raises RuntimeError if `used`, the slopes from which the gradient was computed, differ from
+    `slope`, the slopes of the complete loss, by more than rounding. Such a difference shows that
+    the loss couples tokens. On a GPU, the error is raised at the next synchronisation."""
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
         message = (

@@ -25,8 +25,8 @@ class PlanRules:
         right-padded to the longest sequence of the micro-batch.
     `multiple`: every rank's number of micro-batches is a multiple of `multiple`. For virtual
         pipelines, `multiple` is the number of stages.
-    `each`: every sequence is padded to a multiple of `each` tokens. For context parallelism, `each`
-        is twice the number of context-parallel ranks.
+    `each`: number of tokens. The length of every sequence is padded to a multiple of this number.
+        For context parallelism, the number is twice the number of context-parallel ranks.
     `cost`: function that returns the work for a sequence with a given number of tokens
         (ModelFamily.cost). By default, the work is the number of tokens.
     `mini_batch_prompts`: number of prompt groups in the mini-batch of an optimizer step. None means
@@ -124,8 +124,8 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Fills packed micro-batches. Samples come longest first, and each sample goes into the first
-    micro-batch with enough room. The number of micro-batches is at most 11/9 n + 6/9, if n is the
-    smallest possible number."""
+    micro-batch with enough room. Let n be the smallest number of micro-batches that can hold the
+    samples. `_fill_packed` then makes at most 11/9 n + 6/9 micro-batches."""
     micro_batches: list[list[int]] = []
     # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}

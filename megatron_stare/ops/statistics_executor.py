@@ -227,7 +227,8 @@ def _places(request: Quantile, n: Tensor) -> list[Tensor]:
 
 
 def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
-    """Computes the quantile from the values at its positions."""
+    """Computes a quantile from `values`, the sorted values at the positions that `_places` returns.
+    Returns NaN if n is 0."""
     value = values[0]
     if request.interpolation == "linear":
         place = _place(request, n)

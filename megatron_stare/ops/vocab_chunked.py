@@ -63,7 +63,8 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient that vocab_reference.gradient defines into `out`, block by block."""
+    """Writes the gradient into `out`, block by block. The function vocab_reference.gradient defines
+    the gradient."""
     out[:, real:] = 0.0
     if real == 0:
         return

@@ -264,8 +264,9 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Returns the sum [N] of d w over the columns of all ranks, with d = (z - m) / temperature and
-    w = exp(d) or exp(d)^2. In d, m is the maximum over all ranks. The arguments are [R, N], with
-    one row per rank. The argument s_r is the sum of w over a rank's columns, and t_r is the sum of
-    d w over the same columns. In s_r and t_r, m is the rank's own maximum. `shift` is (m_r - m) /
-    temperature, and `scale` is exp(shift) or exp(shift)^2."""
+    w = exp(d) or exp(d)^2. Here z is a row's logits, and m is the maximum of z over the columns of
+    all ranks. The arguments are [R, N], with one row per rank. The argument s_r is the sum of w
+    over a rank's columns, and t_r is the sum of d w over the same columns. For s_r and t_r, d is
+    computed from the rank's own maximum m_r instead of m. `shift` is (m_r - m) / temperature, and
+    `scale` is exp(shift) or exp(shift)^2."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

@@ -7,8 +7,8 @@ m, forward rescales the sums. With h = (m_old - m_new) / temperature, s becomes 
 exp(h) (t + h s), q becomes exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass
 requests q and u, but the training pass runs the same kernel. A kernel without q and u might round
 the other sums differently, so the ratios of the first update might differ from 1. According to
-instruction counts, memory bandwidth limits the kernel's speed with and without q and u, so
-computing q and u should cost no time.
+instruction counts, memory bandwidth limits the kernel's speed even if the kernel computes q and u.
+Computing q and u should therefore cost no time.
 
 Shape legend: N tokens, V vocabulary columns of this rank.
 """
@@ -137,8 +137,8 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient that vocab_reference.gradient defines into `out`. Every logit is read
-    once."""
+    """Writes the gradient into `out`. The function vocab_reference.gradient defines the gradient.
+    Every logit is read once."""
     logits = _rows_in_order(logits)
     rows, width = logits.shape
     if out.stride(1) != 1:

@@ -33,8 +33,8 @@ LEAST = 5  # fewest steps for a median
 class Seen:
     """Measured time of one phase in one run, and the two terms of the time model for this phase.
 
-    `ideal`: first term of the model, before it is multiplied by `inverse`. In seconds, but in bytes
-        for the weight sync.
+    `ideal`: first term of the model, before it is multiplied by `inverse`. The unit of `ideal` is
+        seconds, or bytes for the weight sync.
     `other`: second term of the model, in seconds, before it is multiplied by `times`.
     `seconds`: measured seconds of the phase, minus the part of the predicted time that has no
         fitted coefficient. Above 0.
@@ -52,9 +52,10 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
 
     Both coefficients are at least 0. The two coefficients can be told apart only if the runs differ
     enough: the largest ratio `other` / `ideal` of a run must be at least `APART` times the
-    smallest. Otherwise, for example with a single run, `times` is 0. If `times` is above 0,
-    `inverse` is at least `least`. If `times` is 0, `inverse` can be below `least`, which means that
-    the runs were faster than the peak rate.
+    smallest. Otherwise, for example with a single run, `times` is 0. If the returned `times` is
+    above 0, the returned `inverse` is not below the argument `least`. If the returned `times` is 0,
+    the returned `inverse` can be below the argument `least`. Such a small `inverse` means that the
+    runs were faster than the GPU's peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -121,8 +122,9 @@ def calibrate(
 def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
-    """Returns the two terms and the measured time of every phase that took time. Raises ConfigError
-    if a phase took less time than its communication alone would need."""
+    """Returns one `Seen` per phase, by the phase's name. Phases without a measured time or without
+    predicted work are left out. The rollout phase is also left out if `rollout.staleness` is set.
+    Raises ConfigError if a phase took less time than its communication alone would need."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)

@@ -54,6 +54,6 @@ def capacity_of(config: Config, gpu: Gpu) -> int:
 def step_of(
     run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit
 ) -> Step:
-    """Predicts how long a training step of the run and its phases take."""
+    """Predicts the duration of a training step, and the duration of each phase of the step."""
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
     return step_time(run, gpu, of, lengths, fullest, fit.served(run))

@@ -70,7 +70,12 @@ def search(
 
 
 def check_nodes(config: Config, nodes: int, node_size: int) -> None:
-    """Raises ConfigError if the run cannot be placed on `nodes` empty nodes."""
+    """Raises ConfigError if the run does not fit on a cluster of the given size without other jobs.
+
+    Args:
+        nodes: number of nodes of the cluster.
+        node_size: number of GPUs per node.
+    """
     empty = [Node(f"{n:08}", f"node {n + 1}", node_size, node_size) for n in range(nodes)]
     check_possible(Demand.of(config), empty)
 
@@ -123,8 +128,9 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 def distance(base: Config, other: Config) -> float:
     """Returns the distance between two layouts. The distance is a sum over settings. If the two
     layouts' values of a parallel size differ by a factor of 2^n, this size adds n to the distance.
-    A factor of 2^n between the micro-batch sizes adds n/2. If the layouts differ in the kind of
-    recomputation, or in whether the optimizer is distributed, each of these differences adds 1."""
+    If the two layouts' micro-batch sizes differ by a factor of 2^n, the micro-batch size adds n/2
+    to the distance. If the layouts differ in the kind of recomputation, or in whether the optimizer
+    is distributed, each of these differences adds 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

@@ -2,8 +2,9 @@
 process starts.
 
 A limit below the predicted time is an error, because a run of the planned size would time out. The
-error contains the limit and the predicted time. If the kind of GPU is unknown (`plan.gpu`), the
-plan has only the nominal rates of a CPU, so limits are not compared.
+error contains the limit and the predicted time. The time limits are compared only if the kind of
+GPU is known, because a plan without a GPU has only the nominal rates of a CPU. The setting
+`plan.gpu` names the kind of GPU.
 """
 
 from __future__ import annotations

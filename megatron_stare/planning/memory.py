@@ -274,8 +274,8 @@ def check_memory(run: ResolvedRun) -> None:
 
 
 def device_bytes() -> int | None:
-    """Returns the memory of this machine's smallest GPU, or None without a GPU. Runs nvidia-smi, so
-    that CUDA is not initialised."""
+    """Returns the memory of this machine's smallest GPU, or None without a GPU. Asks nvidia-smi
+    instead of torch, because torch would initialise CUDA in this process."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -398,8 +398,8 @@ class Fit:
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
         """Builds the first rank of each pipeline stage on the meta device. Returns one dict per
-        stage, with the number of bytes of every item on this rank. No other rank of a stage needs
-        more bytes than the stage's first rank."""
+        stage. A dict contains the number of bytes of every item on the stage's first rank. No other
+        rank of a stage needs more bytes than the stage's first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -439,8 +439,8 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
     Without virtual stages, the schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2).
     With virtual stages, the schedule is megatron-core's interleaved schedule, in which each forward
-    pass runs through only one chunk of a stage. After the warm-up, a stage then holds the following
-    number of micro-batches:
+    pass runs through only one chunk of a stage. After the warm-up of the interleaved schedule, a
+    stage holds the following number of micro-batches:
 
         (2 l + (c - 1) p + 1) / c
 
@@ -536,6 +536,6 @@ class PlannedFit(Fit):
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Builds complete ranks of this run's layout, instead of assembling them from parts. All
-        later checks of this layout use the sizes of the complete ranks."""
+        """Builds complete ranks of this run's layout, instead of assembling ranks from parts. All
+        later checks of this layout use the measured sizes of the ranks that `build` has built."""
         self._stages[self._key(run)] = super().stages(run)

@@ -21,13 +21,13 @@ WARM_UP, COUNTED = 50, 100  # simulated steps to skip, and to average over
 
 @dataclass(frozen=True)
 class PartialFlow:
-    """Average numbers of a run with partial rollouts.
+    """Averages over the simulated steps or rounds of a run with partial rollouts.
 
     `rounds`: rounds per step.
     `growing`: number of responses that get new tokens in a round.
     `continued`: number of incomplete responses that a step takes over from the previous step.
-    `carried`: total number of tokens in these `continued` responses when the step begins.
-    `held`: total number of tokens in these `growing` responses at the end of the round.
+    `carried`: total number of tokens that a step takes over in incomplete responses.
+    `held`: total number of tokens in the growing responses at the end of a round.
     """
 
     rounds: float
@@ -39,12 +39,12 @@ class PartialFlow:
 
 @dataclass
 class _Cohort:
-    """The prompt groups that were begun in one step. All numbers of groups in a cohort are expected
-    values.
+    """The prompt groups that were begun in one step. The fields `begun` and `taken` are expected
+    values, so these numbers can be fractions.
 
     `begun`: number of groups that were begun.
     `age`: number of rounds since the groups were begun.
-    `taken`: number of the begun groups that were already taken for training.
+    `taken`: number of the cohort's groups on which the run has already trained.
     """
 
     begun: float
@@ -56,10 +56,11 @@ class _Cohort:
 def partial_flow(
     groups: int, samples: int, under_way: int, tokens: int, mean: float, longest: int
 ) -> PartialFlow:
-    """Simulates a run with partial rollouts that trains on `groups` groups of `samples` responses
-    per step.
+    """Simulates a run with partial rollouts, and returns averages over the simulated steps.
 
     Args:
+        groups: number of prompt groups on which the run trains in each step.
+        samples: number of responses per prompt group.
         under_way: number of groups in flight at a time.
         tokens: number of tokens by which a response grows in a round.
         mean, longest: mean and maximum number of tokens of a response.

@@ -131,9 +131,9 @@ class Work:
         that the run reaches. For the weight sync, `ideal` is the number of bytes, and the
         prediction divides it by the bytes per second.
     `fixed`: seconds that are added to the prediction unchanged.
-    `moved`: seconds to move one hidden state through memory for every token in every layer. The
-        prediction multiplies `moved` by the number of hidden states that the phase moves per token
-        and layer.
+    `moved`: seconds that the ranks need to move the hidden states of all tokens and all layers
+        through memory once. A token has one hidden state per layer. The prediction multiplies
+        `moved` by the number of hidden states that the phase moves per token and layer.
     """
 
     ideal: float
@@ -336,12 +336,13 @@ def rollout_seconds(
 
 @dataclass(frozen=True)
 class RequestTime:
-    """Times of a request at a fully loaded server, in seconds after the server has admitted the
-    request to its batch.
+    """Durations of requests at a fully loaded server, in seconds. A request's duration begins when
+    the server admits the request to the batch.
 
     `beside`: number of other requests in the server's batch.
-    `longest_s`: time of a response of maximum length.
-    `first_s`: time of a response of mean length.
+    `longest_s`: duration of a request whose response has the maximum length.
+    `first_s`: expected duration of the first request that a rollout completes. The response of this
+        request is assumed to have the mean length.
     """
 
     beside: float
@@ -457,8 +458,9 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
 def _moved(
     config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
 ) -> float:
-    """Returns the seconds that all ranks together need to move one hidden state through memory for
-    every token in every layer."""
+    """Returns the seconds that the ranks need to move the hidden states of all tokens and all
+    layers through memory once. A token has one hidden state per layer. All ranks move hidden states
+    in parallel."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 

@@ -58,7 +58,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """Ranks and engine replicas of a run that need a place, and the GPUs that they need.
+    """Describes the trainer ranks and engine replicas of a run, and the GPUs that these ranks and
+    replicas need. The function `plan` assigns the ranks and replicas to nodes.
 
     `replica_gpus`: number of GPUs per replica. A replica with 0 GPUs can run on any node.
     `replica_nodes`: number of nodes per replica. The replica uses the same number of GPUs on each
@@ -173,7 +174,7 @@ class Plan:
         return tuple(dict.fromkeys((*self.ranks, *self.parts)))
 
     def ranks_on(self, node: Node) -> range:
-        """Returns the ranks on a node, which are consecutive."""
+        """Returns the ranks on a node as a range. The ranks on a node are always consecutive."""
         first = self.ranks.index(node) if node in self.ranks else 0
         return range(first, first + self.ranks.count(node))
 
@@ -315,8 +316,8 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """Returns the smallest number of equal parts into which `gpus` can be divided, with at most
-    `most` GPUs per part."""
+    """Returns the smallest number of equal parts into which `gpus` can be divided. A part must not
+    have more GPUs than `most`."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )
@@ -344,7 +345,7 @@ def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
 
 def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
     """Returns an error that names the lost nodes among `nodes`, the nodes of a plan. Returns None
-    if all of them are alive."""
+    if all nodes of the plan are alive."""
     alive = {node.id for node in now if node.alive}
     lost = [str(node) for node in nodes if node.id not in alive]
     if not lost:

@@ -76,8 +76,8 @@ class Asked:
     @property
     def served(self) -> Config:
         """Configuration for the checks of engines. If this machine has neither the model nor the
-        server software, the configuration contains only settings that can be checked without the
-        software."""
+        server software, the settings that only the server software can check are left out of the
+        configuration."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
@@ -262,9 +262,9 @@ def check_reference(
 
 
 def check_supervised(config: Config) -> None:
-    """Raises ConfigError in three cases. First, a run with supervised fine-tuning has a setting
-    that only makes sense for sampled responses. Second, the data source of such a run contains no
-    conversations. Third, the method is another one, but the data source contains conversations."""
+    """Raises ConfigError if a run with supervised fine-tuning has a setting that supervised
+    fine-tuning does not support, or a data source without conversations. Also raises ConfigError if
+    a run with any other method has a data source with conversations."""
     factory, _ = find_source(config)
     written = getattr(factory, "demonstrates", False)
     if not config.supervised:

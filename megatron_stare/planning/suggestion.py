@@ -11,9 +11,10 @@ to 1 as possible and satisfy the equation
 
 W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no weights in these ranges
 satisfy the equation, the weights for which its left side comes closest to the right side are
-suggested. These weights may still let the entropy fall. If in this case G+ is so near to 0 that its
-sign is uncertain, AMPLIFY_MAX is suggested for W, because a large W may help.
-benchmarks/laboratory/held_out.py compares the suggestions with a sweep.
+suggested. These weights may still let the entropy fall. If the weights let the entropy fall and G+
+is so near to 0 that the sign of G+ is uncertain, AMPLIFY_MAX is suggested for W. A large W raises
+the entropy if G+ is in truth positive. benchmarks/laboratory/held_out.py compares the suggestions
+with a sweep.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Checks whether the recorded signal may raise KeyboardInterrupt now. If the signal may
-        raise KeyboardInterrupt, sets the deadline by which the driver's thread must poll. If the
-        driver's thread runs an event loop, also cancels the task in this loop."""
+        """Checks whether the recorded signal is allowed to raise KeyboardInterrupt now. If the
+        signal is allowed to raise KeyboardInterrupt, sets the deadline by which the driver's thread
+        must poll. If the driver's thread runs an event loop, also cancels the task in this loop."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -209,9 +209,9 @@ class Interruption:
         raise KeyboardInterrupt
 
     def guard(self, on: bool) -> None:
-        """Makes the main thread restore the signal handlers of this process. With `on`, the main
-        thread restores them again and again from now on. Without `on`, the main thread restores
-        them one last time."""
+        """Makes the main thread restore the signal handlers of this process. If `on` is True, the
+        main thread restores the handlers repeatedly until `guard(False)` is called. If `on` is
+        False, the main thread restores the handlers one more time and then stops."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -230,7 +230,8 @@ class Interruption:
             self._open_to = set(numbers)
 
     def closing(self, by: int) -> None:
-        """Adds `by` to the number of open `uninterrupted` contexts."""
+        """Updates the number of open `uninterrupted` contexts. The argument `by` is 1 when a
+        context opens, and -1 when a context closes."""
         with self._lock:
             self._closing += by
 
@@ -238,8 +239,9 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """Lets a received signal cancel the task inside this context, as soon as the signal may
-        raise KeyboardInterrupt. KeyboardInterrupt is raised after the task has ended."""
+        """Context in which a signal cancels `task` instead of raising KeyboardInterrupt at a poll.
+        The task is cancelled as soon as the received signal is allowed to raise KeyboardInterrupt.
+        KeyboardInterrupt is raised after the task has ended."""
         told = False
 
         def cancel() -> None:
@@ -401,7 +403,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def poll() -> None:
-    """Raises KeyboardInterrupt if a signal was received and may end the command at this point.
+    """Raises KeyboardInterrupt if a signal was received and is allowed to end the command at this
+    point.
 
     If no signal was received, `poll` costs almost nothing. On threads other than the driver's
     thread, `poll` does nothing.
@@ -410,8 +413,8 @@ def poll() -> None:
 
 
 def raise_if_received() -> None:
-    """Raises KeyboardInterrupt if any signal was received, even if the signal may not end the
-    command at this point."""
+    """Raises KeyboardInterrupt if any signal was received. Unlike `poll`, does not check whether
+    the signal is allowed to end the command at this point."""
     if _current.number is not None and _current.drives:
         _current.raised = True
         raise KeyboardInterrupt
@@ -452,8 +455,8 @@ def makes_steps(grace_s: float | None) -> None:
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
     """Allows the signals in `numbers` to raise KeyboardInterrupt inside this context, even while
-    the run makes training steps. If one of these signals has already arrived, raises
-    KeyboardInterrupt at the beginning of the context."""
+    the run makes training steps. If one of these signals arrived before the context is entered,
+    KeyboardInterrupt is raised on entry to the context."""
     _current.open_to(numbers)
     try:
         poll()
@@ -493,7 +496,8 @@ def seconds_left() -> float | None:
 
 
 def end_for_time() -> None:
-    """Raises KeyboardInterrupt because the run has no time for another step."""
+    """Ends the run by raising KeyboardInterrupt. The driver calls `end_for_time` if --stop-after
+    leaves no time for another step."""
     _current.time_is_up = True
     raise KeyboardInterrupt
 
@@ -546,8 +550,8 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Runs a coroutine in an existing loop and returns its result.
 
-    A received signal cancels the coroutine as soon as the signal may raise KeyboardInterrupt.
-    KeyboardInterrupt is raised after the coroutine has ended.
+    If a signal arrives, the coroutine is cancelled as soon as the signal is allowed to raise
+    KeyboardInterrupt. KeyboardInterrupt is raised after the coroutine has ended.
     """
     if not _current.drives:
         return loop.run_until_complete(make())

@@ -65,8 +65,8 @@ def device_used_bytes() -> int | None:
 
 
 def keep_freed() -> None:
-    """Makes this process keep the host memory that it frees after this call. Later tensors reuse
-    the kept memory.
+    """Makes malloc keep freed host memory in this process instead of returning the memory to the
+    kernel. Later tensors reuse the kept memory.
 
     The function sets two limits of malloc, and both limits are needed. M_MMAP_THRESHOLD makes
     allocations up to `_LARGEST` come from the heap. M_TRIM_THRESHOLD keeps malloc from returning

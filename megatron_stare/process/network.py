@@ -93,8 +93,9 @@ def reserve_port(host: str, ports: Sequence[int]) -> int:
 
 def reserved(address: str) -> socket.socket | None:
     """Returns the bound socket of `address`, a host:port that this process reserved with
-    `reserve_port`. The caller then owns the socket. If this process did not reserve `address`,
-    returns None and releases the port that it reserved, if any."""
+    `reserve_port`. The caller then owns the socket. Returns None if this process did not reserve
+    `address`. If this process reserved another address, the port of the other address is
+    released."""
     found = [held for kept, held in _reserved if kept == address]
     _reserved.clear()
     return found[0] if found else None

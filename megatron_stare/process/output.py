@@ -69,8 +69,13 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the last part of `said`, the log of a server, to the output file of `role`, the name
-    of the server. Does nothing if there is no output folder."""
+    """Appends the last part of a server's log to the server's output file. Does nothing if there is
+    no output folder.
+
+    Args:
+        role: name of the server, from which the name of the output file is made.
+        said: the server's log.
+    """
     if (file := _file(role)) is not None:
         with contextlib.suppress(OSError), file.open("ab") as log:
             log.write(said.encode(errors="replace")[-TAIL_BYTES:])

@@ -40,11 +40,11 @@ class RecoveryRule:
 class Attempts:
     """Counts the restarts of one run within one process.
 
-    A run can restart only if fewer than `attempts` of its earlier restarts count. A restart stops
-    counting when the run is `window_steps` steps beyond the furthest step that it had reached
-    before this restart. Steps that only repeat earlier steps are therefore no progress. If a run
-    always dies before its next checkpoint, it only repeats steps, so all its restarts count, and no
-    further restart follows after `attempts` restarts.
+    If `attempts` restarts of the run are counted, the run is not restarted again. A restart is no
+    longer counted once the run is `window_steps` steps beyond the furthest step that the run had
+    reached before this restart. Repeated steps are therefore no progress. A run that always dies
+    before its next checkpoint only repeats steps. All restarts of such a run stay counted, so the
+    run is restarted at most `attempts` times.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:

@@ -62,8 +62,8 @@ class TimeLimit:
         self._step_begun = None
 
     def begin_step(self) -> None:
-        """Begins the next step, and records the duration of the previous step. The duration is the
-        time from the beginning of the previous step to the beginning of the next step."""
+        """Begins the next step, and records the duration of the previous step. The duration of a
+        step is the time from the beginning of this step to the beginning of the following step."""
         now = self._clock()
         if self._step_begun is not None:
             self._steps.append(now - self._step_begun)

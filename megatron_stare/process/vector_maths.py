@@ -10,11 +10,11 @@ An engine that caches its cosines keeps this error. See
 https://github.com/pytorch/pytorch/issues/188792
 
 The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) call `settle` on import,
-before any of their code runs. In trainer ranks, engines, tools, benchmarks, and servers that load
-this project's plug-in, MKL's choice of kernels is therefore fixed before torch starts a thread. MKL
-keeps the choice of kernels in the process's memory. A forked child inherits the choice. A spawned
-child imports the package, and the import calls `settle`. Further calls of `settle` in the same
-process cost microseconds.
+before any of their code runs. MKL's choice of kernels is therefore fixed before torch starts a
+thread. The choice is fixed in this way in trainer ranks, engines, tools and benchmarks. Servers
+that load this project's plug-in fix the choice in the same way. MKL keeps the choice of kernels in
+the process's memory. A forked child inherits the choice. A spawned child imports the package, and
+the import calls `settle`. Further calls of `settle` in the same process cost microseconds.
 
 Remove this module when torch's wheels contain oneMKL 2025.0 or newer, or when this project pins a
 torch release that closes issue 188792.

@@ -87,8 +87,9 @@ _WHOLE_BATCH = frozenset(
 
 @dataclass
 class TokenBatch:
-    """Response tokens on which a method computes. Each column is a tensor [N] with one entry per
-    token. The tokens come from all responses of a rollout batch, a mini-batch or a micro-batch.
+    """Input of a method: response tokens, and data about each of these tokens. Each column is a
+    tensor [N] with one entry per token. The tokens come from all responses of a rollout batch, a
+    mini-batch or a micro-batch.
 
     In the training pass, `log_prob` and `current_entropy` carry a gradient. All other columns are
     detached. `index` numbers the response positions in the canonical order of the whole batch. If
@@ -145,17 +146,18 @@ class TokenBatch:
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] log-probs by which a method selects tokens, detached. The statistics of the whole
-        batch are computed from the same values, so that selections and statistics agree."""
+        """[N] detached log-probs. A method uses these log-probs to select tokens. The statistics of
+        the whole batch are computed from the same values, so that selections and statistics
+        agree."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] entropies, in nats, by which a method selects tokens, detached. The entropy normally
-        comes from the same policy as the log-probs in `selected_by`. If `selected_by` contains an
-        engine's log-probs, the entropy comes from the log-prob pass, because engines return no
-        entropies."""
+        """[N] detached entropies, in nats. A method uses these entropies to select tokens. The
+        entropy normally comes from the same policy as the log-probs in `selected_by`. If
+        `selected_by` contains an engine's log-probs, the entropy comes from the log-prob pass,
+        because engines return no entropies."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 
@@ -177,10 +179,11 @@ class MicroBatchPlan:
     branch (rollout_batch.Branches).
 
     The log-prob pass and the training pass use the same plan, so on-policy ratios are exactly 1.
-    Every rank has the same number of micro-batches. If a rank needs fewer, empty micro-batches are
-    added, whose loss has coefficient 0. The micro-batches of a mini-batch (the batch of one
-    optimizer step) are consecutive. `sizes` contains the number of micro-batches of each
-    mini-batch. If `sizes` is empty, all micro-batches form one mini-batch.
+    Every rank has the same number of micro-batches. Ranks that need fewer micro-batches than other
+    ranks get additional, empty micro-batches. The loss of an empty micro-batch has coefficient 0.
+    The micro-batches of a mini-batch (the batch of one optimizer step) are consecutive. `sizes`
+    contains the number of micro-batches of each mini-batch. If `sizes` is empty, all micro-batches
+    form one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]

@@ -43,8 +43,9 @@ class Quantile:
     The quantile is at position (n - 1) q of the n sorted values, counted from 0. If this position
     is not an integer, `interpolation` determines the quantile in the same way as in numpy. The
     interpolation 'nearest' rounds a position halfway between two integers to the even integer.
-    Callers must convert `x` to float32 before they compare `x` with the quantile. Without the
-    conversion, even the value from which the quantile was taken can be smaller than the quantile.
+    Callers must convert `x` to float32 before they compare `x` with the quantile. The conversion to
+    float32 can round a value up. A quantile can therefore be larger than the unconverted value of
+    `x` from which the quantile was computed.
     """
 
     x: Tensor  # [N]
@@ -55,8 +56,9 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """Request for `number` sums of `x` in float64, one for each segment. A sum covers the segment's
-    positions in `mask`. The sum of a segment without positions in `mask` is 0."""
+    """Request for `number` sums of `x` in float64, one for each segment. The sum of a segment
+    covers the positions of the segment at which `mask` is True. The sum of a segment without
+    positions in `mask` is 0."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)

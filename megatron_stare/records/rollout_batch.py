@@ -155,9 +155,9 @@ class RolloutBatch(_Columns):
         """Returns the share of one rank. `branches` lists the branches of this rank, in ascending
         order.
 
-        The share contains copies instead of views, because serialising a view would serialise the
-        whole tensor behind it. If the rank has all branches, nothing is copied and the RankShare
-        uses the batch's own columns.
+        The returned RankShare contains copies of the batch's tensors instead of views, because
+        serialising a view would serialise the whole tensor behind the view. If the rank has all
+        branches, nothing is copied and the RankShare uses the batch's own columns.
         """
         (share,) = self.shares([branches])
         return share
@@ -194,8 +194,10 @@ class RolloutBatch(_Columns):
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the entries of `branches` in the columns with one entry per token or per run of
-        tokens. The keys are the columns' names."""
+        """Returns the parts of columns that belong to the branches in `branches`. The keys of the
+        returned dict are the columns' names. The dict covers the columns with one entry per token.
+        The dict also covers the columns with one entry per run of tokens. A run of tokens is a
+        sequence of consecutive tokens with the same weight version."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )

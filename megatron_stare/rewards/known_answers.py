@@ -1,6 +1,6 @@
 """Tests the verifier of a run before the first step. The user writes a file of answers, with the
-reward that each answer deserves. A pool of verifier processes grades these answers, and must give
-the same rewards."""
+reward that each answer deserves. A pool of verifier processes grades these answers. If a reward
+from the pool differs from the reward in the file, an error ends the run."""
 
 from __future__ import annotations
 

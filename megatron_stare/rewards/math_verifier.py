@@ -73,16 +73,18 @@ def verify(response: str, answer: str) -> float:
     r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
     This function has no time limit of its own; the reward pool limits the wall-clock time of the
-    call. math-verify's own time limit is switched off, because it calls signal.alarm. Outside the
-    main thread, signal.alarm raises an error, and every answer would count as wrong.
+    call. math-verify's own time limit is switched off, because math-verify implements the time
+    limit with signal.alarm. With this time limit, every call of math-verify outside the main thread
+    would fail.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
 
 
 def equal(wanted: str, given: str) -> bool:
-    """Returns True if two answers have the same meaning. `wanted` is the reference. The form of the
-    reference determines which notations of the answer `given` are accepted."""
+    """Returns True if two answers have the same meaning. `wanted` is the reference. `given` is the
+    answer of a response. The form of the reference determines which notations are accepted in the
+    response's answer."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
     times = answer_parts.clock(wanted), answer_parts.clock(given)
@@ -291,8 +293,8 @@ def _apart(text: str) -> bool:
 
 def _spaced(text: str) -> bool:
     """Returns True if a space, with or without a comma before it, separates two numbers, as in 3 4.
-    Spaces between groups of three digits, as in 12 000, and in a mixed number, as in 3 1/2, do not
-    count."""
+    The function ignores spaces between groups of three digits, as in 12 000. The function also
+    ignores the space in a mixed number, as in 3 1/2."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 

@@ -3,8 +3,9 @@ Defines the format of the messages in both directions.
 
 `rewards/verifier_pool.py` decides which messages are sent to a verifier process and when the
 process is killed. The verifier process runs `rewards/worker.py`. The verifier process is started
-with `subprocess`, not with multiprocessing. multiprocessing would import the parent's __main__
-module again, and this module may be a console script, a Ray worker or pytest.
+with `subprocess`. The module `multiprocessing` is not used, because `multiprocessing` would import
+the parent's __main__ module again. The parent's __main__ module may be a console script, a Ray
+worker or pytest.
 
 Each message is JSON with a length prefix. Messages are not pickled, because reading a pickle can
 execute code, and a worker handles text that a model wrote. This module imports only the standard
@@ -46,7 +47,7 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Adds `data` to the stream, and yields every message that is complete with this data."""
+        """Adds `data` to the stream, and yields every message that `data` completes."""
         self._buffer += data
         start = 0
         while len(self._buffer) >= start + _LENGTH.size:

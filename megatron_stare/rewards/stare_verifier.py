@@ -1,14 +1,16 @@
 r"""Implements the verifier of STARE: an answer is right if at least one of three methods accepts
 it.
 
-The answer's region is the text in the last <answer>. In a response without <answer>, the region is
-the text after the last </thinking> or </think>. In a response without any of these tags, the region
-is the whole response. If the region contains a mark such as 'Final Answer' or 'Conclusion', only
-the text after the mark's last occurrence counts. In a region without a mark, only the last 300
-characters of the last 10 paragraphs count. The first method reads the region with math-verify. The
-second method reads the last box in the region with math-verify. The third method is
-rewards/math_verifier.py, which compares the content of the last box in the region with the
-reference. In place of the third method, STARE's released code (hp-luo/STARE,
+The methods look for the answer in one part of the response, the answer region. If the response
+contains <answer>, the answer region is the text in the last <answer>. In a response without
+<answer>, the region is the text after the last </thinking> or </think>. In a response without any
+of these tags, the region is the whole response. If the region contains a mark such as 'Final
+Answer' or 'Conclusion', only the text after the mark's last occurrence counts. In a region without
+a mark, only the last 300 characters of the last 10 paragraphs count. The first method lets
+math-verify extract an answer from the answer region and compare this answer with the reference. The
+second method lets math-verify do the same with the content of the answer region's last box. The
+third method is rewards/math_verifier.py, which compares the content of the answer region's last box
+with the reference. In place of the third method, STARE's released code (hp-luo/STARE,
 verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler. No box is required:
 a bare number at the end of the response counts as an answer. Runs in reward workers.
 """
@@ -60,7 +62,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_region(response: str) -> str:
-    """Returns the answer's region: the part of a response in which the methods look for the
+    """Returns the answer region: the part of a response in which the methods look for the
     answer."""
     if "<answer>" in response:
         region = response.rpartition("<answer>")[2].partition("</answer>")[0]
@@ -74,8 +76,8 @@ def answer_region(response: str) -> str:
 
 
 def normal_answer(response: str) -> str:
-    """Applies math_verifier.normal_answer to the answer's region. Returns "" if the region has no
-    box."""
+    """Applies math_verifier.normal_answer to the answer region (see `answer_region`). Returns "" if
+    the region has no box."""
     return math_verifier.normal_answer(answer_region(response))
 
 

@@ -65,8 +65,8 @@ class _Desk:
         """Assigns answers to workers and delivers their verdicts, until the task is cancelled.
 
         Wakes up when an answer is added, when a worker sends a message, or when a worker exceeds
-        its time limit. If `_serve` fails, every call of the method `of` that is waiting or comes
-        later raises the same error.
+        its time limit. If `_serve` fails with an error, all callers that wait for a verdict receive
+        this error. Later calls of the method `of` raise the same error.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -169,7 +169,7 @@ class Verdicts:
         self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
     ) -> Verdict:
         """Makes a Verdict from a reward that came from the environment instead of a verifier.
-        Counts this Verdict in the same way as a verifier's Verdict, and returns it. Raises
+        Counts the new Verdict like a Verdict from the verifier. Returns the new Verdict. Raises
         TooManyFailuresError under the same condition as the method `of`."""
         self._asked += 1
         return self._take(Verdict(reward, status, detail))

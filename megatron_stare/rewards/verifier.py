@@ -5,15 +5,20 @@ A verifier is any function `(response text, reference answer) -> reward`. A veri
 be slow, to hang or to raise an error, because `rewards/verifier_pool.py` runs every verifier in
 separate processes with a time limit.
 
-The verifier's module may also define:
-- `KNOWN_ANSWERS`: triples (response, answer, reward). Every worker first tests the verifier: it
-  grades these responses and compares the rewards.
-- `self_test() -> list of faults`: a test of behaviour that `KNOWN_ANSWERS` cannot cover.
-- `answer_start(response) -> int`: the character index where the verifier finds the answer, or -1 if
-  the response has no answer in the right format.
-- `normal_answer(response) -> str`: a normal form of the response's answer, or "" if the response
-  has no answer. Answers that differ only in notation have the same normal form. A normal form can
-  serve as a reference answer. Majority votes compare normal forms (docs/evaluation.md).
+The verifier's module may also define a sequence `KNOWN_ANSWERS` and three functions:
+
+- `KNOWN_ANSWERS` contains triples (response, answer, reward). Every worker first tests the verifier
+  on these triples. For each triple, the worker grades the response with the verifier and compares
+  the result with the triple's reward.
+
+- `self_test()` tests behaviour that `KNOWN_ANSWERS` cannot cover, and returns a list of faults.
+
+- `answer_start(response)` returns the character index (int) at which the verifier finds the answer.
+  `answer_start` returns -1 if the response has no answer in the right format.
+
+- `normal_answer(response)` returns a normal form (str) of the response's answer, or "" if the
+  response has no answer. Answers that differ only in notation have the same normal form. A normal
+  form can serve as a reference answer. Majority votes compare normal forms (docs/evaluation.md).
 
 The keyword-only parameters of a verifier are its settings, which the configuration sets, as in
 `{name: my_pkg.verify, tolerance: 0.1}`. Two parameters, `columns` and `responses`, are not

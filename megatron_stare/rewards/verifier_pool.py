@@ -3,9 +3,9 @@ or is killed.
 
 A caller submits all answers at once (`verify`) or one by one as they arrive (`verdicts.py`), and
 receives one Verdict for each answer. Workers are independent processes (`rewards/process.py`). Each
-worker judges one answer after another and replies over a socket. For each worker, the pool records
-the time at which the time limit of the worker's current answer ends. The module does not import
-torch, so any process can use it without loading torch.
+worker judges one answer after another and replies over a socket. For each busy worker, the pool
+records a deadline: the worker must judge its current answer before this deadline. The module does
+not import torch, so any process can use it without loading torch.
 """
 
 from __future__ import annotations
@@ -361,8 +361,10 @@ class VerifierPool:
         return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
 
     def _watch(self, slot: _Slot) -> None:
-        """Tells the selector for which events of a worker the pool waits. Makes no system call if
-        the events are the same as before."""
+        """Registers a worker's socket with the selector. The selector reports when the socket has a
+        message from the worker. While the pool has unsent data for the worker, the selector also
+        reports when the socket can take more data. Makes no system call if the events are the same
+        as before."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

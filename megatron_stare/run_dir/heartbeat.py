@@ -174,7 +174,8 @@ class CallBeats:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Context in which the worker's beat gives `name` as the worker's current call."""
+        """Context manager. Inside the `with` block, the worker's Beat says that the worker's
+        current call is `name`."""
         self._put(phase=name, since=time.time())
         watch_progress(self._progress)
         try:

@@ -28,10 +28,11 @@ class Liveness:
     """Liveness of a run.
 
     `state`: "running", "finished", "dead" or "silent". "finished" means that all steps are done.
-        "dead" means that the driver has ended before all steps were done. The driver has ended if
-        the run's lock is free on the driver's machine (or `host` is unknown), or if the watcher saw
-        the driver's process end. "silent" means that the run is on another machine, that its lock
-        seems free, and that no heartbeat was written in the last FRESH_S seconds.
+        "dead" means that the driver has ended before all steps were done. If the run's lock is
+        free, the driver counts as ended in three cases: this machine is the driver's machine,
+        `host` is unknown, or the watcher saw that the driver's process ended. "silent" means that
+        the run is on another machine, that its lock seems free, and that no heartbeat was written
+        in the last FRESH_S seconds.
     `host`: machine of the last start; "" if unknown.
     `beat`, `beat_age_s`: the newest heartbeat, and its age by this machine's clock. `beat` and
         `beat_age_s` are None if there is no heartbeat.

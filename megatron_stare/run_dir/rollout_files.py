@@ -32,8 +32,8 @@ NOT_TRAINED = " "  # in both columns: a token that an environment wrote
 class Token:
     """One token of a response, with its numbers from training. Unknown numbers are NaN.
 
-    `text`: text that the token adds to the response. Special tokens, such as the stop token, also
-        have a text.
+    `text`: text that the token adds to the response. The text of a special token, such as the stop
+        token, is the special token's own string.
     `surprisal`, `entropy`: values in nats, under the policy of the log-prob pass, at the run's
         temperature.
     `advantage`: advantage of the token's response.
@@ -101,8 +101,9 @@ def read_rollouts(path: Path) -> list[SampledResponse]:
 
 
 def rollout_rows(step: int, trajectories: Sequence[Trajectory], limit: int) -> list[dict[str, Any]]:
-    """Returns the records of at most `limit` trajectories of a step. The trajectories are in
-    canonical order and spread evenly over the batch."""
+    """Returns the records of at most `limit` trajectories of a step. If the step has more than
+    `limit` trajectories, picks trajectories at even distances in the batch. The records are in
+    canonical order."""
     from megatron_stare.records.token_numbers import spread  # needs torch, readers do not
 
     ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
@@ -193,7 +194,8 @@ def _rounded(value: float) -> float | None:
 
 
 def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
-    """Run-length encodes a column as pairs [value, count]."""
+    """Encodes a column as pairs [value, count]. Each pair stands for `count` equal values in a
+    row."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 

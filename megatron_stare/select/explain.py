@@ -55,8 +55,8 @@ class Row:
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
     def has(self, names: Sequence[str]) -> bool:
-        """Returns True if this response has all fields in `names`. If a field in `names` has one
-        value per token, the response must also have a sampled token."""
+        """Returns True if this response has all fields in `names`. If one of these fields is an
+        array, returns True only if the policy sampled at least one token of the response."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)

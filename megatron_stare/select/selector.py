@@ -248,8 +248,9 @@ class Selector:
         return sum(int(each) for each in all_[: get_rank(self.group)])
 
     def _largest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Returns the maximum of each number over the ranks of the group. The number at index 0 is
-        the rank's fault (see `_fault`). Raises DataError if any rank has a fault."""
+        """Returns the maximum of each number over the ranks of the group. The first number is the
+        rank's error code: a key of _FAULTS, or 0 if the rank found no error. Raises DataError if
+        the error code of any rank is not 0."""
         table = torch.tensor(numbers, dtype=torch.int64, device=device)
         if self.group is not None:
             all_reduce(table, ReduceOp.MAX, group=self.group)

@@ -195,9 +195,11 @@ def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Ten
 
 
 def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three indices for each token of this rank, [N] each: the index of the first token in
-    the token's row, the token's column, and the index of the token's rollout. Tokens and rollouts
-    are numbered over the whole batch, so the indices do not depend on the parallel layout."""
+    """Returns three index tensors [N] with one element for each token of this rank. A row is one
+    response. The first tensor contains, for each token, the index of the first token of the same
+    row. The second tensor contains the token's position in its row. The third tensor contains the
+    index of the rollout to which the row belongs. Tokens and rollouts are numbered over the whole
+    batch, so the indices do not depend on the parallel layout."""
     device = rollout_data["loss_masks"][0].device
     positions = torch.as_tensor(rollout_data["partition"], device=device)
     lengths = torch.as_tensor(rollout_data["response_lengths"], device=device).long()

@@ -22,11 +22,12 @@ class UpstreamChangedError(UserError):
 
 
 def missing(of: Any, called: Mapping[str, Sequence[str]]) -> str | None:
-    """Checks the functions of the class or module `of`. Returns a message about the first function
-    that is missing or lacks a parameter, or None if nothing is missing.
+    """Checks that a class or module has the functions and parameters that the adapter uses. Returns
+    a message about the first function that is missing or lacks a parameter, or None if nothing is
+    missing.
 
     Args:
-        of: a class or a module.
+        of: the class or module to check.
         called: parameters that the adapter passes, by name of the function.
     """
     for name, wanted in called.items():
@@ -48,7 +49,8 @@ def upstream_of(trainer: type, adapter: type) -> type:
 
 def expect(changed: str | None, trainer: str, release: str, trusts: bool) -> None:
     """Raises UpstreamChangedError with the message `changed`, unless `changed` is None. If `trusts`
-    is True, the function warns instead."""
+    is True (setting `trust_upstream`), the function issues a warning with the message instead of
+    raising an error."""
     if changed is None:
         return
     if not trusts:

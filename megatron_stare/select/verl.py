@@ -152,9 +152,10 @@ class StareMixin(PPOTrainer):
     computes.
 
     The driver holds the whole batch, so the selection needs no collective. The section `stare` of
-    verl's configuration has the selector's settings. `method` selects a method other than STARE.
-    With `trust_upstream: true`, the trainer runs even if verl has changed. With
-    `fresh_state: true`, a run can resume with STARE from a checkpoint of plain verl.
+    verl's configuration has the selector's settings. The setting `method` in this section names the
+    selection method. The default method is STARE. With `trust_upstream: true`, the trainer runs
+    even if verl has changed. With `fresh_state: true`, a run can resume with STARE from a
+    checkpoint of plain verl.
 
     Raises:
         ConfigError: a setting of verl makes the selection inexact.
@@ -236,8 +237,9 @@ def resumed_folder(trainer: Any) -> str | None:
 
 
 def changed(data: Any) -> str | None:
-    """Checks verl's results in the queue. Returns a message about the first result that the adapter
-    cannot use, or None."""
+    """Checks the log-probs, entropies and advantages that verl has computed and put into its
+    transfer queue. Returns a message about the first result that the adapter cannot use, or
+    None."""
     offsets, kept = data["response_mask"].offsets(), data["response_mask"].values().bool()
     for name in ("old_log_probs", "entropy", "advantages"):
         if not torch.equal(data[name].offsets(), offsets):

@@ -50,8 +50,9 @@ class Task:
         settings. All sources and environments, including user-defined ones, are built from
         `config`, so a source or environment needs no code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
-    `own`: the overridden settings. Maps the name of each overridden run setting to the name of the
-        task setting that overrides the run setting.
+    `own`: the run's settings that the task overrides. The dict maps the name of each of these
+        settings, such as data.eval_path, to the name of the corresponding setting in `eval.tasks`,
+        such as path.
     """
 
     config: Config
@@ -116,8 +117,8 @@ class Task:
     def about(self) -> dict[str, Any]:
         """Returns entries about the task for the record of an evaluation.
 
-        If the run's own task has one response per problem, the task has no entries, because
-        config.yaml already contains the task's settings.
+        For the run's own task with one response per problem, returns an empty dict. The record
+        needs no entries about this task, because config.yaml contains the task's settings.
         """
         if self.name is None and self.samples == 1:
             return {}

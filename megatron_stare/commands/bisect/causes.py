@@ -65,8 +65,9 @@ class LeftOut:
 
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
-    """Returns the changes that apply to a run of this configuration and method, and the causes for
-    which no change applies."""
+    """Returns two lists. The first list contains the changes that can be applied to a run with this
+    configuration and method. The second list contains the causes that none of these changes
+    simulates, each with the reason."""
     kind = resolve_engine(config.rollout.engine)
     found = [
         *_gate(method),
@@ -97,8 +98,8 @@ def contradictions(
 ) -> dict[str, str]:
     """Returns contradictions between the record and the configuration, by cause.
 
-    Repeating the steps cannot reveal such a contradiction, because the same code repeats the steps,
-    and therefore contradicts the configuration in the same way.
+    A re-run of the steps cannot reveal such a contradiction. If a fault in the code caused the
+    contradiction, the re-run executes the same faulty code and reproduces the record.
 
     Args:
         record: metrics of each step.
@@ -220,8 +221,8 @@ def _engine(config: Config, kind: type) -> list[Change]:
 class ChangedRun(ResolvedRun):
     """A run whose method differs from the method in the run's configuration.
 
-    `changed`: the method that the run uses. If `changed` is None, the run uses the configured
-        method.
+    `changed`: the changed method, which the run uses instead of the configured method. If `changed`
+        is None, the run uses the configured method.
     """
 
     changed: Method | None = None
@@ -253,8 +254,8 @@ class _ClosedGate(_HeldGate):
 
 
 class _DrawsByPlace:
-    """Mixin that seeds the random draw for a token by the token's position in its rank's batch, so
-    that the draws depend on the layout."""
+    """Mixin that simulates a fault: the random draws depend on the layout. The mixin computes the
+    random draw for a token from the token's position in its rank's batch."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
         return uniform(
@@ -308,8 +309,8 @@ def draws(method: Method) -> bool:
 
 
 class LateEngine(LocalEngine):
-    """Engine that samples with the previous weights, but reports and verifies the newest weights
-    like LocalEngine."""
+    """Engine that samples with the previous weights. Like LocalEngine, the engine reports the
+    version of the newest weights, and verifies the newest weights."""
 
     # the previous weights
     _before: dict[str, torch.Tensor] | None = None

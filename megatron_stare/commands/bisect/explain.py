@@ -1,12 +1,14 @@
 """Finds the change that explains a run's record. The functions are pure, and their inputs are the
 metrics of the steps.
 
-`explain` answers these questions in this order. Do the repeated unchanged steps reproduce the
-record? If the unchanged steps do not reproduce the record, does any change reproduce more steps bit
-for bit? If no change reproduces more steps, does any change bring every figure (entropy, agreement
-and reward) close to the record? If the unchanged steps reproduce the record, does the record
-contradict the configuration? Does a harmless change, such as another layout, change the first
-step's metrics by more than rounding errors?
+`explain` first checks whether the unchanged re-run reproduces the record. If the unchanged re-run
+reproduces the record, `explain` checks whether the record contradicts the configuration. If the
+unchanged re-run does not reproduce the record, `explain` searches for a change whose re-run equals
+the record in more steps than the unchanged re-run. If there is no such change, `explain` searches
+for a change that brings every figure (entropy, agreement and reward) close to the record. If the
+record is still not explained, `explain` checks the harmless changes, such as another layout. A
+harmless change explains the record if the change alters the first step's metrics by more than
+rounding errors.
 """
 
 from __future__ import annotations
@@ -249,8 +251,9 @@ def _same(a: float, b: float) -> bool:
 
 
 def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
-    """Returns the metrics whose values in the steps `first` and `sound` differ by more than
-    rounding errors."""
+    """Returns the names of the metrics in FINGERPRINT that differ by more than rounding errors
+    between two re-runs. The argument `first` is the first step of the changed re-run, and `sound`
+    is the first step of the unchanged re-run."""
     share, least = ROUNDING[dtype]
     return tuple(
         name

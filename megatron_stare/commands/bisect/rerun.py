@@ -85,9 +85,10 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
 
 
 def _share(file: Path, place: Path) -> None:
-    """Makes `place` a hard link to `file`, because no process changes the file. Copies the file if
-    the hard link fails, for example because `file` and `place` are on different disks. Always
-    copies the run state, which is small."""
+    """Makes `place` a hard link to `file`, which avoids a copy. A hard link is safe, because no
+    process modifies the content of `file`. Copies the file if the hard link fails, for example
+    because `file` and `place` are on different disks. Always copies the run state, which is
+    small."""
     if file.name != RUN_STATE:
         with contextlib.suppress(OSError):
             os.link(file, place)
@@ -155,8 +156,8 @@ def main(folder: Path, change: str, last: int) -> int:
 
 
 def run_steps(folder: Path, change: str, last: int) -> None:
-    """Runs the steps of the run in this folder up to `last`. Schedules, such as the learning-rate
-    schedule, still extend over the full length of the run."""
+    """Resumes the run in the directory `folder`, and trains until step `last` is done. Schedules,
+    such as the learning-rate schedule, still extend over the full length of the run."""
     config = load_recorded(folder / CONFIG)
     inputs = read_inputs(config)
     # only changes of the method; changed settings are in the configuration already

@@ -184,7 +184,7 @@ def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
 
 
 def _proxy(shell: Mapping[str, str], addresses: Sequence[str]) -> Finding:
-    """Checks that requests to servers and Ray's own traffic bypass a proxy."""
+    """Checks that no proxy is used for Ray's own traffic or for requests to servers."""
     named = [
         name
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")

@@ -1,8 +1,8 @@
 """Defines the commands `megatron-stare train` and `megatron-stare sft`, and the arguments of both.
 Imports torch only when a command runs.
 
-The command `sft` is `train` with other defaults. By default, the method of `sft` learns from
-conversations, and the run samples no responses.
+The command `sft` is `train` with other defaults. The default method of the command `sft` learns
+from given conversations. A run with this method samples no responses.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def _supervise(args: argparse.Namespace) -> int:
 def _typed(
     args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Splits the run's command line into two lists of words for `what_now`. The first list ends
-    with the last override, and the second list contains the options.
+    """Splits the run's command line into two lists of words for `what_now`. The first list contains
+    the program, the command, the configuration file and the overrides. The second list contains the
+    options.
 
     Args:
         run_dir: a run directory that the caller adds to the words. If `run_dir` is given, the words

@@ -148,8 +148,8 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """Returns a batch with only the micro-batches of one optimizer step. In the returned batch,
-        `span` is still counted among all N response positions of the rank."""
+        """Returns a batch with only the micro-batches of one optimizer step. The `span` of the
+        returned batch is still a range of indices into all N response positions of the rank."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
@@ -182,14 +182,15 @@ class RankBatch:
 
     def _loss_lengths(self, carries_loss: Tensor) -> Tensor:
         """Returns, for every sample, the number of response positions that carry loss, [B] int64.
-        The returned tensor is on the host, like the tensors of the share."""
+        The returned tensor is in host memory, like all tensors of the RankShare."""
         return torch.where(carries_loss, self.share.loss_lengths, 0)
 
 
 def _with_one_context(share: RankShare) -> Tensor:
-    """Returns a number for the context of each branch, as [S] int64 for S branches. Branches with
-    the same number have the same context. All branches of one group whose context is only the
-    prompt share one number. Every other branch has a number of its own."""
+    """Returns an integer ID for the context of each branch, as [S] int64 for S branches. If two
+    branches have the same ID, their contexts are equal. If the context of a branch is only the
+    prompt, the ID is the index of the branch's prompt group. A branch with a longer context has an
+    ID that no other branch has."""
     if share.branched is None:
         return share.groups
     branches = share.branched

@@ -40,9 +40,10 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     `fed`: [k] int64 columns that are fed to the model, ascending.
-    `stands`: [s] int64 indices into `fed`, one for every column of the packed row. For a column
-        that is fed, the entry is the column's own index in `fed`. For a column that is not fed, the
-        entry is the index in `fed` of the same token's copy in another sample.
+    `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. If `fed`
+        contains the column, the index points to the column itself. If `fed` does not contain the
+        column, the index points to another column, which holds a copy of the column's token. The
+        other column belongs to another sample with the same prompt.
     """
 
     fed: Tensor
@@ -52,7 +53,7 @@ class SharedColumns:
 def shared_columns(
     sample: Tensor, token: Tensor, prompts: Tensor, groups: Tensor, multiple: int
 ) -> SharedColumns:
-    """Finds the columns of a packed row to feed to the model.
+    """Chooses which columns of a packed row are fed to the model.
 
     Args:
         sample: [s] int64 sample of each column; -1 for padding.
@@ -208,8 +209,8 @@ def pack(
     place: Zigzag = WHOLE,
     shared: SharedColumns | None = None,
 ) -> PackedSequences:
-    """Returns the description of a packed row of sequences, which attention needs. The row contains
-    the sequences end to end, in the order of `lengths`.
+    """Builds the PackedSequences that attention needs for a packed row. The row contains the
+    sequences end to end, in the order of `lengths`.
 
     Args:
         place: the positions that this rank holds.

@@ -4,13 +4,14 @@ their sizes in bytes.
 `plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds the requested
 rank, and does not derive it from another rank by symmetry.
 
-`build_parts` builds one layer of each kind, the embedding and the head of a model. From the result
-of `build_parts`, `stage_bytes` computes how many bytes the ranks need, for many layouts. All layers
-of a model are alike, except that leading dense layers differ from layers with experts. Every rank
-holds some layers. A rank of the first stage also holds the embedding, and a rank of the last stage
-also holds the final norm and the output layer. The tensors of the embedding, of the head and of one
-layer of each kind therefore determine the tensors of every rank. How a layer is cut depends only on
-the numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
+`build_parts` builds one layer of each kind, the embedding and the head of a model. `stage_bytes`
+takes the result of `build_parts` and a layout, and computes how many bytes the first rank of a
+pipeline stage needs. Many layouts can use the same result of `build_parts`. All layers of a model
+are alike, except that leading dense layers differ from layers with experts. Every rank holds some
+layers. A rank of the first stage also holds the embedding, and a rank of the last stage also holds
+the final norm and the output layer. The tensors of the embedding, of the head and of one layer of
+each kind therefore determine the tensors of every rank. How a layer is cut depends only on the
+numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
 expert-parallel sizes therefore suffices for all pipeline, data and context sizes. The test
 tests/megatron/test_planned_parts.py checks that the result of `stage_bytes` equals the bytes of
 whole ranks exactly.
@@ -303,8 +304,9 @@ def _chunk(
     parts: Parts, shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Returns the element counts of the tensors in one chunk of a pipeline stage. The first result
-    is a list with one tuple for each gradient bucket. The second result is one tuple for the
-    tensors of the experts."""
+    is a list with one tuple for each gradient bucket. The second result is one tuple with the
+    element counts of all expert tensors. If experts have no buffers of their own, the second result
+    is (), and the first result includes the expert tensors."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
     start = (chunk * stages + stage) * layers

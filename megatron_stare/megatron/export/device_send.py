@@ -157,9 +157,10 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes a bucket's handles to the engine. After the next `meet`, every trainer rank on the
-        engine's devices knows that the engine has received the previous bucket, unless an error is
-        stored."""
+        """Passes a bucket's handles to the engine, after the engine has received the previous
+        bucket. When the next `meet` returns, either the engine has received the previous bucket, or
+        sending has failed. If sending has failed, the first of the trainer ranks on the engine's
+        devices has stored the error."""
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:

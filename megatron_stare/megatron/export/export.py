@@ -39,9 +39,9 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """Returns this rank's weights, detached. If the function `of` is given, returns the tensor
-    `of(parameter)` in place of each parameter's weights. The tensor `of(parameter)` must have the
-    parameter's shape."""
+    """Returns this rank's weights, detached. If the function `of` is given, the tensor that `of`
+    returns for a parameter replaces the parameter's weights. This tensor must have the parameter's
+    shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))

@@ -30,8 +30,12 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class _Plans:
-    """Two stream plans: `gathered` for the weights that the stage gathers, and `own` for the
-    experts that this rank sends itself. `own` is None if this rank sends no experts itself."""
+    """Stream plans of one rank.
+
+    `gathered`: plan for the weights that the stage's first rank gathers and sends.
+    `own`: plan for the experts that this rank sends to the engines directly, without a gather. None
+        if this rank sends no experts directly.
+    """
 
     gathered: StreamPlan
     own: StreamPlan | None

@@ -1,5 +1,5 @@
-"""Extends Megatron's multi-head latent attention, for the local layer spec, to tensor-parallel
-ranks and to packed sequences without cu_seqlens_q.
+"""Extends the multi-head latent attention in Megatron's local layer spec. The extension supports
+tensor-parallel ranks, and packed sequences in which `cu_seqlens_q` is None.
 
 Shape legend: this rank holds s positions of b sequences, or t packed tokens. Rotary embeddings
 rotate d columns. The key-value latent has K columns, including the rotated columns.
@@ -63,9 +63,9 @@ class TokenRotary(RotaryEmbedding):
     angles."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
-        """Returns the positions [t] of the tokens if packed sequences have no cu_seqlens_q. For
-        other inputs, returns Megatron's sequence length. `forward` accepts the positions as well as
-        the length."""
+        """Returns the tokens' positions [t] for packed sequences in which `cu_seqlens_q` is None.
+        For other inputs, returns Megatron's sequence length. `forward` accepts the positions as
+        well as the length."""
         packing = args[-1]
         if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
             return packing.tokens

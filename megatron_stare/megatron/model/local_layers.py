@@ -10,7 +10,7 @@ short sequences.
 
 - SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The operations of
   megatron-core copy both halves in forward and in backward. The fused SwiGLU of megatron-core needs
-  a compiler, and Transformer Engine has its own fused SwiGLU.
+  a compiler, but our SwiGLU does not. Layers of Transformer Engine do not use our SwiGLU.
 
 - The attention over short sequences is for CPUs, and keeps all scores in memory. The CPU kernel of
   torch runs small matrix products for every head of every sequence, forward and backward. For short
@@ -126,10 +126,15 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Attention with its gradient: P = softmax(scale Q K') and O = P V. For a gradient G of O, the
-    gradient of V is P'G. With D = G V', the gradient of the scores is S = P (D - sum(D P)), the
-    gradient of Q is scale S K, and the gradient of K is scale S'Q. (Source: Vaswani et al., arXiv
-    1706.03762, equation 1.)"""
+    """Attention with its gradient: S = scale * Q K^T, P = softmax(S) and O = P V (Vaswani et al.,
+    arXiv 1706.03762, equation 1). Let dX be the gradient of the loss with respect to the matrix X:
+
+        dV = P^T dO
+        dP = dO V^T
+        dS = P * (dP - rowsum(P * dP))    with elementwise products *
+        dQ = scale * dS K
+        dK = scale * dS^T Q
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -286,9 +286,9 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    Megatron marks cut parameters only while it initialises them, but a run loads its parameters
-    without initialising them. Megatron treats an unmarked parameter as replicated over ranks, so
-    the gradient norm would include only the first rank's part of the parameter.
+    Megatron marks a parameter as cut only while Megatron initialises the parameter. A run loads its
+    parameters and does not initialise them. Megatron treats an unmarked parameter as replicated
+    over ranks, so the gradient norm would include only the first rank's part of the parameter.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
@@ -318,8 +318,9 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields a name and the expert biases, [E] float32, of each router. The name has the same form
-    as Megatron's parameter names. No optimizer updates expert biases."""
+    """Yields one pair for each router. The pair contains the name of the router's expert biases,
+    and the expert biases as a tensor [E] float32. The name has the same form as Megatron's
+    parameter names. No optimizer updates expert biases."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -373,8 +374,9 @@ def hidden_states(
 
 def finish_gather(model: list[nn.Module]) -> None:
     """Gathers the updated parameters at once, so that other code can read the parameters. If
-    `overlap_param_gather` is on, Megatron would otherwise gather the updated parameters only in the
-    next forward. All ranks must call `finish_gather`."""
+    `overlap_param_gather` is on, Megatron itself gathers the updated parameters only during the
+    next forward. If `overlap_param_gather` is off, `finish_gather` does nothing. All ranks must
+    call `finish_gather`."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():

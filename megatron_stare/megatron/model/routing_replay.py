@@ -45,9 +45,9 @@ class GivenExperts(RouterReplay):
 
     Megatron's RouterReplay cannot tell a forward from a recomputation during backward, so its
     caller must set which of the two comes next. In a pipeline, forwards and backwards alternate, so
-    GivenExperts recognises recomputations itself. A forward that will be recomputed in backward
-    runs without gradients. Recomputations come in the same order as the forwards that ran without
-    gradients.
+    GivenExperts recognises recomputations itself. If backward will recompute a forward, this
+    forward runs with gradients disabled. Recomputations come in the same order as the forwards that
+    ran without gradients.
     """
 
     def __init__(self) -> None:

@@ -2,23 +2,25 @@
 without gathering the state.
 
 A data-parallel rank holds a contiguous range of each parameter's elements, called a stretch. A
-stretch may begin and end within a row of the parameter. Megatron has three checkpoint formats for
-stretches. Megatron's first format gathers all stretches on every rank. Megatron's second format
-saves stretches unchanged, so a checkpoint loads only into the layout that saved it. Megatron's
-third format is meant to need neither a gather nor a fixed layout, but megatron-core 0.16 refuses
-this format. This module instead cuts a stretch into boxes: one box for the whole rows of the
-stretch, and further boxes for the partial rows at its two ends. A box has a start and a size in
-each dimension of the tensor, like any part that Megatron saves. With boxes, nothing is gathered. In
-any layout, every rank writes and reads only its own boxes.
+stretch may begin and end within a row of the parameter. Megatron's checkpoint formats for the
+optimizer's state have disadvantages. By default, the format `fully_reshardable` gathers the
+complete optimizer state on every data-parallel rank. The format `dp_reshardable` saves the
+optimizer's own buckets, so on a resume only the number of data-parallel ranks may change. The
+format `fully_sharded_model_space` is meant to need neither a gather nor a fixed layout, but
+megatron-core 0.16 and 0.19 refuse this format. This module instead cuts a stretch into boxes: one
+box for the whole rows of the stretch, and further boxes for the partial rows at its two ends. A box
+has a start and a size in each dimension of the tensor, like any part that Megatron saves. With
+boxes, nothing is gathered. In any layout, every rank writes and reads only its own boxes.
 
 The float32 master weights (masters) of 16-bit parameters are saved as float32. On load, the masters
-are converted to the form in which the optimizer stores masters. By default Megatron's distributed
-optimizer updates its own masters. If the distributed optimizer is precision-aware, it passes the
-parameters themselves to the inner optimizer, which keeps the masters in its state as
-"master_param". For a bfloat16 parameter, Transformer Engine's FusedAdam keeps only the 16 bits of
-the master that the parameter does not contain. For other parameters, FusedAdam keeps the masters in
-float32. HybridDeviceOptimizer updates its masters on the host, and its state contains the masters
-as "master_param".
+are converted to the form in which the optimizer stores masters. By default, Megatron's distributed
+optimizer holds the master weights, and passes the master weights to the inner optimizer as the
+tensors to update. If the distributed optimizer is precision-aware, it passes the parameters
+themselves to the inner optimizer, which keeps the masters in its state as "master_param". For a
+bfloat16 parameter, Transformer Engine's FusedAdam keeps only the 16 bits of the master that the
+parameter does not contain. For other parameters, FusedAdam keeps the masters in float32.
+HybridDeviceOptimizer updates its masters on the host, and its state contains the masters as
+"master_param".
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Returns the float32 master weights [n] of a parameter. If the parameter contains half of the
-    master's bits, returns a copy that is joined from the two halves. If the optimizer holds the
-    whole master, returns the optimizer's own tensor.
+    bits of the master weights, the returned tensor is a new tensor that joins the two halves. If
+    the optimizer holds all bits of the master weights, the returned tensor is the optimizer's own
+    tensor.
 
     Args:
         updated: [n] tensor that the optimizer updates.
@@ -163,10 +166,11 @@ def sharded_shards(
     """Returns this rank's parts of Adam's moments and of the float32 master weights, as one list
     per parameter.
 
-    The data of each part is a view of an optimizer's tensor, or a master that was joined from the
-    two halves of its bits. Names match Megatron's `fully_reshardable` format, so this module and
-    Megatron can load each other's checkpoints. A float32 parameter is its own master, and is saved
-    only with the model.
+    The data of each part is a view of one of the optimizer's tensors. If the optimizer holds only
+    half of the bits of the master weights, the data is instead a view of a new tensor from
+    `read_master`. Names match Megatron's `fully_reshardable` format, so this module and Megatron
+    can load each other's checkpoints. A float32 parameter is its own master, and is saved only with
+    the model.
 
     Args:
         parameters: sharded state of the trained model, which must hold the parameters themselves
@@ -178,8 +182,9 @@ def sharded_shards(
 def _shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[_Stretch, dict[str, Tensor], list[ShardedTensor]]]:
-    """Yields each stretch of this rank, the stretch's tensors, and the same tensors as parts of the
-    whole model's tensors."""
+    """Yields three values for each stretch of this rank: the _Stretch, a dict of the tensors that a
+    checkpoint saves for the stretch, and a list of ShardedTensors. The ShardedTensors describe the
+    tensors of the dict as parts of the whole model's tensors."""
     found, _ = extract_sharded_tensors_and_factories(dict(parameters))
     whole = {id(part.data): part for part in nested_values(found)}
     for stretch in _stretches(optimizer):
@@ -208,8 +213,9 @@ def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
 def _parts(
     whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
 ) -> Iterator[ShardedTensor]:
-    """Yields the optimizer's tensors for the stretch [start, stop) of a parameter, as parts of the
-    whole model's tensors.
+    """Yields ShardedTensors for the elements [start, stop) of a parameter. Each ShardedTensor
+    contains one box of one of the tensors in `held`, and the place of this box in the whole model's
+    tensor.
 
     Args:
         held: tensors [stop - start] by kind.

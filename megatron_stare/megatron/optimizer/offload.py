@@ -58,8 +58,8 @@ class DeviceState:
 
     def storages(self) -> dict[str, list[UntypedStorage]]:
         """Returns the storages of each part. A storage that several parts share is listed only
-        once. The result includes the emptied storages of offloaded parts, but no storages on other
-        devices."""
+        once. The storages of offloaded parts are included, and have size 0. Storages on other
+        devices than this rank's device are not included."""
         found: dict[str, list[UntypedStorage]] = {}
         seen: set[StorageWeakRef] = set()
         for part in PARTS:

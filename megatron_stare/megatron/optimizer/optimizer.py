@@ -34,9 +34,9 @@ class LossScale(DynamicGradScaler):
     itself updates the loss scale earlier, while it prepares the gradient.
 
     Megatron's own class updates the scale whenever it divides a gradient by the scale, even for a
-    batch without a loss. If experts have their own optimizer, each optimizer would update its scale
-    separately. With separate scales, an optimizer could divide its gradient by a scale that differs
-    from the scale of the loss.
+    batch without a loss. In Megatron, the optimizer of the experts and the optimizer of the other
+    parameters each update a loss scale of their own. With separate scales, an optimizer could
+    divide its gradient by a scale that differs from the scale of the loss.
     """
 
     def update(self, found_inf: bool) -> None:
@@ -145,8 +145,8 @@ class Outcome:
     """The outcome of an optimizer step.
 
     `grad_norm`: norm of the unscaled gradient before clipping.
-    `finite`: whether gradient and loss were finite. An overflow that only the loss scale caused
-        still counts as finite.
+    `finite`: false if the gradient or the loss was not finite. If the gradient overflowed only
+        because of the loss scale, `finite` stays true, and `skipped` is true.
     `empty`: whether no token of the batch had a loss.
     `skipped`: whether the step was skipped because the loss scale was too large for float16. The
         next update uses the same scale or a smaller scale.

@@ -9,9 +9,10 @@ configuration, and the schedule sets the learning rates before every step.
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
 FusedAdam keep the step count in a number per parameter group. FusedAdam creates the step count at
-its first step, so the place of the step count is not visible in a new optimizer. `step_place` finds
-the place of the step count without relying on the names of optimizers. The optimizer steps a probe
-parameter with one element, and `step_place` then looks for the step count.
+its first step, so the place of the step count is not visible in a new optimizer. `step_place`
+therefore lets the optimizer update a probe, which is a parameter with one element. `step_place`
+then looks where the optimizer has stored the step count. This search works for an optimizer of any
+class.
 """
 
 from __future__ import annotations
@@ -131,11 +132,14 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """The places where an optimizer stores its step count under the key "step". Each field contains
-    the step count that the optimizer stored in one of the places after one step.
+    """Tells where an optimizer stores its step count. The key of the step count is "step". A field
+    that is not None contains an example of a step count, which shows whether the optimizer stores a
+    tensor or a number.
 
-    `group`: value in the optimizer's parameter groups, or None if the groups have no step count.
-    `state`: value in each parameter's state, or None if these states have no step count.
+    `group`: example of a step count in a parameter group, or None if parameter groups have no step
+        count.
+    `state`: example of a step count in the state of a parameter, or None if the states of
+        parameters have no step count.
     """
 
     group: Any = None
@@ -167,8 +171,8 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
     optimizers have the same class.
 
     After a step, a host optimizer looks up the device copy of each of its parameters. A probe
-    parameter has no device copy, so the probe runs in a new optimizer with the class and the
-    settings of the host optimizers.
+    parameter has no device copy, so a host optimizer cannot update the probe. A new optimizer with
+    the class and the settings of the host optimizers updates the probe instead.
     """
     if not optimizer.cpu_optimizers:
         return StepPlace()
@@ -182,7 +186,7 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
 @torch.no_grad()
 def rest(optimizer: Optimizer) -> None:
     """Steps an optimizer with learning rate 0 and zero gradients, so that the optimizer creates its
-    state. The step does not change the parameters.
+    state. Because the learning rate is 0, the parameters do not change.
 
     Use `rest` only for optimizers whose gradients Megatron keeps outside `.grad`.
     """

@@ -172,7 +172,8 @@ def token_numbers(
 def _of_micro_batch(
     objective: Objective, tokens: TokenBatch, micro: MicroBatch, push: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the columns of TokenNumbers for the given `rows` [.] of the micro-batch."""
+    """Returns the columns of TokenNumbers for some response positions of the micro-batch. The 1-dim
+    tensor `rows` contains the indices of these positions in the micro-batch."""
     seen = objective.tokens_of(tokens.old_log_prob[micro.span], tokens.entropy[micro.span], micro)
     statistics = objective.statistics_of(micro)
     coefficient = objective.method.coefficients(seen, statistics)

@@ -30,8 +30,9 @@ UNLIKELY = math.log(1e-3)
 
 @dataclass(frozen=True)
 class Compared:
-    """Holds the difference "engine's log-prob minus trainer's log-prob", in nats, of each of this
-    rank's tokens, and the properties by which tokens are grouped.
+    """Holds the log-prob difference of each of this rank's tokens, in nats. The log-prob difference
+    is the engine's log-prob minus the trainer's log-prob. Also holds the token properties that
+    `summary` uses to group the tokens.
 
     `versions`: versions of the weights that sampled this rank's tokens. `all_versions` lists the
         versions of the weights that sampled the tokens of all ranks.

@@ -54,8 +54,9 @@ class Measured:
     """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's
     state for the updates.
 
-    `next_state`: the method's state with which the next step begins. `next_state` differs from
-        `state` only after `Method.observe`, or if a training pass replaced the log-prob pass.
+    `next_state`: the method's state with which the next step begins. At first, `next_state` equals
+        `state`. `Method.observe` can change `next_state`. If the run has no separate log-prob pass,
+        `complete` computes a new `next_state`.
     `forecast`: metrics of the entropy forecast.
     """
 

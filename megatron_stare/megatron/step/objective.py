@@ -66,8 +66,8 @@ class Objective:
     def loss(
         self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns a micro-batch's part of the loss, and tensors [n] to log, as a LossFunction
-        (megatron/model/head.py)."""
+        """Returns a micro-batch's part of the loss, and a dict of tensors [n] to log. This method
+        is a LossFunction (megatron/model/head.py)."""
         tokens, statistics = self.tokens_of(log_prob, entropy, micro), self.statistics_of(micro)
         passed = (
             {LOG_PROB: tokens.old_log_prob, ENTROPY: tokens.entropy}

@@ -38,8 +38,8 @@ class SavedForBackward:
             yield
 
     def take_peak(self) -> int:
-        """Returns the peak in bytes. The next peak starts from the bytes that autograd keeps at the
-        time of this call."""
+        """Returns the peak in bytes. Then resets the peak to the number of bytes that autograd
+        keeps at the time of this call."""
         peak, self._peak = self._peak, self._now
         return peak
 

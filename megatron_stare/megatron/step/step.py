@@ -2,9 +2,10 @@
 optimizer step.
 
 The caller calls `compute_log_probs`, then `measure`, then `update` for each mini-batch of each
-epoch. `measure` computes the statistics of the rollout batch and the method's state. `update`
-computes and clips the gradient and takes an optimizer step. Only the last pipeline stage holds
-log-probs, statistics and losses. All other pipeline stages only run the passes.
+epoch. `measure` computes the statistics of the rollout batch, and then computes the method's state
+for this step. `update` computes and clips the gradient and takes an optimizer step. Only the last
+pipeline stage holds log-probs, statistics and losses. All other pipeline stages only run the
+passes.
 """
 
 from __future__ import annotations

@@ -205,7 +205,9 @@ class TimesMedian(Condition):
 @dataclass(frozen=True)
 class Collapse(Condition):
     """Holds if entropy has collapsed in a run without an entropy target. Entropy has collapsed if
-    it is low compared with the run's start and still halves fast."""
+    two conditions are met. The recent mean of the entropy is at most FALLEN_SHARE times the mean of
+    the run's first START_STEPS steps. At its recent rate of decrease, the entropy halves in fewer
+    than HALVING_STEPS steps."""
 
     def __str__(self) -> str:
         return (
@@ -235,9 +237,9 @@ class _Sides(Window):
     """Records for each step whether entropy was above the target's band (1), below the band (-1) or
     inside the band (0). For a step without a target, records NaN.
 
-    Entropy can cross the whole band between two steps before any step was inside the band. The step
-    after the first crossing of the whole band is recorded as inside, because a crossing also
-    reaches the target.
+    Entropy can jump over the whole band from one step to the next. If no earlier step was inside
+    the band, such a jump counts as reaching the target. The step after this jump is then recorded
+    as 0, although the entropy of this step is outside the band.
     """
 
     reached = False

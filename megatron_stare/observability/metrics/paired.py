@@ -1,8 +1,8 @@
 """Computes the statistics that the report shows about a run.
 
 Uses the rows of metrics.jsonl that `run_files.read_metrics` returns, and the results per problem in
-eval.jsonl. The report's first screen shows the statistics as figures. The code is plain Python
-without arrays.
+eval.jsonl. The report's first screen shows the statistics as numbers, on cards or in a table. The
+code is plain Python without arrays.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def paired_interval(
 
     Several prompts of one problem are not independent. If a problem has several prompts, n is the
     effective number of problems, and the interval's half width is t √v. Here v is the variance of
-    the mean (`evaluation.estimates.mean_of_problems`). With one prompt per problem, t √v equals t s
-    / √n.
+    the mean (`evaluation.estimates.mean_of_problems`). If every problem has one prompt, the half
+    width t √v is equal to the half width above, because v is then s² / n.
 
     Args:
         problems: the problem of each prompt, or None if all prompts belong to different problems.

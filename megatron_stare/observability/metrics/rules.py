@@ -67,14 +67,15 @@ Text = str | Callable[[Row], str]
 class Rule:
     """A row of the table.
 
-    `name`: name of the rule's alert, which contains no measured values.
+    `name`: name of the rule's alert. The name contains no measured values.
     `when`: the rule's condition.
     `alert`: text of the rule's alert, or "" for no alert. A name in braces stands for a metric of
         the step or for a measured value.
     `error`: text of the error that ends the run, or "" if the rule does not end the run. If a rule
         has both an alert and an error, the setting `action` determines which of the two applies.
-    `metrics`: metrics that show the problem most directly, or () for the metrics of the condition.
-        If there are several metrics, an alert reports the metric with the largest value.
+    `metrics`: metrics that show the problem most directly. If `metrics` is (), the metrics of the
+        rule's condition are used. If there are several metrics, an alert reports the metric with
+        the largest value.
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
     `flag`: metric that is 1 in every step in which the condition held. The driver tests the rule's

@@ -145,9 +145,10 @@ def _tone(low: float, high: float) -> Tone:
 
 def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[str | None]]], str]:
     """Returns a table of settings, and a sentence that says which settings are in the table. The
-    table has a row for each setting that differs from its default or between the runs. A row
-    contains the setting's name and the setting's value in every run. If the defaults are not known,
-    there is a row for every setting."""
+    table has a row for each setting that at least one run has changed from its default. The table
+    also has a row for each setting for which the runs have different values. A row contains the
+    setting's name and the setting's value in every run. If the defaults are not known, there is a
+    row for every setting."""
     trees = [_flat(run.config) for run in runs]
     defaults = [_defaults(run.config) for run in runs]
     known = all(default is not None for default in defaults)

@@ -214,9 +214,10 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Returns two charts for each run that selects tokens. The first chart shows, for each set of
-    selected tokens, the share of tokens on the right side of the critical surprisal of their
-    position: above it in a set of rare tokens, and not above it in a set of common tokens. The
+    """Returns two charts for each run that selects tokens. The first chart shows the precision of
+    each set of selected tokens. The precision of a set of rare tokens is the share of tokens whose
+    surprisal is above the critical surprisal of the token's position. The precision of a set of
+    common tokens is the share of tokens whose surprisal is not above the critical surprisal. The
     second chart shows the effect of the selected tokens on the entropy, summed over the steps so
     far."""
     charts = []

@@ -39,9 +39,9 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Headline:
-    """Text of the report's first screen. `sentence` summarises the run and its sampled result.
-    `greedy` states the result of greedy decoding, for comparison with the sampled result. `remarks`
-    are further explanations."""
+    """Text of the report's first screen. `sentence` summarises the run, including the evaluation
+    result of sampled responses. `greedy` states the evaluation result of greedy decoding, for
+    comparison with the result of sampled responses. `remarks` are further explanations."""
 
     sentence: str
     greedy: str = ""
@@ -107,8 +107,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
     """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
-    steps. The sentence states up to which step they are equal, and gives the reason if it is known.
-    In the charts, the lines of the two runs cover each other during these steps."""
+    steps. The sentence states up to which step the entropy and the reward of the two runs are
+    equal. If the reason for the equality is known, the sentence also gives the reason. In the
+    charts, the lines of the two runs cover each other during these steps."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -185,7 +186,8 @@ def _signed(change: float) -> str:
 
 
 def _result(run: RunRecord, on: RunRecord, sampled: _Change | None, figures: Figures) -> str:
-    """Describes the sampled result on the run's first task."""
+    """Describes the evaluation result of sampled responses (not of greedy decoding) on the run's
+    first task."""
     before, after = on.before or {}, on.after or {}
     name = f"sampled {result_name(after or before)}"
     if (task := run.tasks[0]) is not None:

@@ -304,7 +304,8 @@ def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
 
 def _phases(run: RunRecord) -> dict[str, Part]:
     """Returns the `Part` of every phase of a run. The averages leave out the first step, because
-    the first step includes warm-up. If the run has only one step, the averages use this step."""
+    the first step includes warm-up. The averages include the first step only if the run has no
+    other step."""
     rows = run.metrics[1:] or run.metrics
     sums: dict[str, float] = {}
     for row in rows:

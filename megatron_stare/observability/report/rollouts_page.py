@@ -144,7 +144,7 @@ def stored_responses(
     """Reads a run's training responses from oldest to newest, and then the run's evaluation
     responses from oldest to newest. If the responses exceed the page's size limit, blocks are left
     out at even intervals over the whole run. If the rollout files are far larger than the page's
-    size limit, only some of the files are read, also at even intervals.
+    size limit, the page uses only some of the files, at even intervals over the whole run.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -187,8 +187,9 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
     first run, index in the second run]. An index of -1 means that the run has no matching response.
 
     Responses with equal task, prompt, step and sample number are paired before all others. The
-    remaining responses to the same prompt are then paired in their order in the two lists. Rows
-    follow the order of the first run. Responses that exist only in the second run come last.
+    remaining responses to a prompt are then paired in order: the first run's first remaining
+    response is paired with the second run's first remaining response, and so on. Rows follow the
+    order of the first run. Responses that exist only in the second run come last.
     """
     if len(runs) == 1:
         return [[place] for place in range(len(runs[0]))]

@@ -95,9 +95,9 @@ class Delivered:
     `starts`: number of times that the run was begun or continued in the service.
     `step`: the newest step that was sent.
     `evaluated`: one pair [step, task] for every evaluation that was sent.
-    `redone`: ranges of steps, each as [first step, last step]. The steps of a range were sent
-        before a resume, and the run repeated them after the resume. For these steps, the service
-        keeps the metrics from before the resume.
+    `redone`: ranges [first step, last step] of steps that the run repeated after a resume. The
+        metrics of these steps were sent to the service before the resume. The service keeps these
+        metrics, and does not receive the metrics of the repeated steps.
     """
 
     file: Path

@@ -85,8 +85,8 @@ class Webhook(Sink):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
     def _post_all(self, step: int, bodies: Sequence[bytes], closing: Event) -> None:
-        """Posts several alerts, each as a JSON request body. After the last post, raises
-        ConnectionError if the service did not accept all of them."""
+        """Posts several alerts, each as a JSON request body. If the service does not accept an
+        alert, posts the remaining alerts and then raises ConnectionError."""
         failed = [said for body in bodies if (said := self._post(body, closing))]
         if failed:
             raise ConnectionError(

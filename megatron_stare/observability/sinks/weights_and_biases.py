@@ -32,9 +32,9 @@ class WeightsAndBiases(Service):
     """Logs one row per step and one row per evaluation. In W&B's charts, the horizontal axis is
     `step`.
 
-    Online, a resumed run continues the same W&B run. W&B cannot continue an offline run, so each
-    offline start is a separate W&B run. The W&B runs of all starts form one group, and no step is
-    in two W&B runs.
+    In W&B's online mode, a resumed run continues the same W&B run. W&B cannot continue an offline
+    run, so each offline start is a separate W&B run. The W&B runs of all starts form one group, and
+    no step is in two W&B runs.
 
     Args:
         project: W&B project.

@@ -71,7 +71,7 @@ def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
     left out. Returns the rows from top to bottom, each `width` characters wide.
 
     Values that are not finite leave a gap. Values beyond the axis are drawn at the axis's edge.
-    Characters without a value are spaces.
+    Each character that the line does not touch is a space.
     """
     columns = _columns(values, width)
     cells = [[0] * width for _ in range(scale.rows)]

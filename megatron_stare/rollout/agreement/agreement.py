@@ -128,8 +128,8 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
 
 def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
     """Returns two metrics: the mean difference over likely tokens, and the mean difference over
-    unlikely tokens. If `differences` has several elements, each metric is the largest of their
-    means. A mean that covers no tokens is left out."""
+    unlikely tokens. If `differences` has several elements, each element has its own mean, and the
+    metric is the largest of these means. A mean that covers no tokens is left out."""
     found = {}
     for name in ("likely", "unlikely"):
         parts: list[Sizes] = [getattr(difference, name) for difference in differences]
@@ -241,8 +241,9 @@ def _first_position(difference: LogProbDifference) -> Sizes:
 
 
 def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
-    """Raises AgreementError if a limit is exceeded. `passed` is a description of the exceeded
-    limits, or "" if no limit is exceeded; see Limits."""
+    """Raises AgreementError if `passed` is not empty. The text `passed` describes the limits that
+    the log-prob differences exceed. If the differences exceed no limit, `passed` is "" (see
+    `Limits.passed`)."""
     if not passed:
         return
     raise AgreementError(
@@ -257,7 +258,7 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
     """Returns three metrics of the canary: the largest difference, the mean difference over likely
-    tokens, and the mean difference over unlikely tokens. Each metric is that of the engine with the
-    largest value."""
+    tokens, and the mean difference over unlikely tokens. Each metric is computed for every engine,
+    and the largest result is returned."""
     largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
     return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

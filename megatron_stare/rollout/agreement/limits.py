@@ -80,8 +80,9 @@ class Limits:
     def canary_passed(self, difference: LogProbDifference) -> str:
         """Describes the limits that a canary's differences exceed. Returns "" if no limit is
         exceeded. A canary has too few tokens for quantiles, so the limits on quantiles do not
-        apply. In 16 bits, CANARY_ROOM times the limit on the mean applies to the mean difference
-        over likely tokens, or over all tokens if too few tokens are likely."""
+        apply. In 16-bit dtypes, the canary's mean difference may be at most CANARY_ROOM times the
+        limit on the mean. The mean covers only the canary's likely tokens. If the canary has fewer
+        than ENOUGH_LIKELY likely tokens, the mean covers all tokens."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -112,15 +113,19 @@ class Limits:
 
     @property
     def same(self) -> float:
-        """Largest result of `size` at which engine and trainer count as agreeing on a subset of
-        tokens, when the likely cause of a difference is inferred. In float32, `same` is a tenth of
-        the limit for a single token. In 16 bits, `same` is the full limit on the mean, because
-        rounding alone can reach a large share of that limit."""
+        """Threshold for agreement on a subset of tokens. If the result of `size` for the subset is
+        at most `same`, engine and trainer count as agreeing on the subset. Only the search for the
+        likely cause of a difference uses this threshold. In float32, `same` is a tenth of the limit
+        for a single token. In 16-bit dtypes, `same` equals the limit on the mean difference. A
+        tenth of that limit would be too small in 16-bit dtypes, because rounding alone causes mean
+        differences above a tenth of the limit."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property
     def rounding(self) -> float:
-        """Largest difference, in nats, that rounding alone causes on 99 of 100 tokens."""
+        """Threshold, in nats, for differences that rounding alone can cause. If engine and trainer
+        differ only by rounding, the differences of at least 99 % of the tokens are below this
+        threshold."""
         return self.bounds["p99"] if self.in_16_bits else self.same
 
     @property

@@ -199,9 +199,15 @@ class GrowingLayer(DynamicLayer):
 
 
 def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Appends `new` to the contents `held` of the buffer `room`. If there is no buffer, or if `new`
-    does not fit, makes a larger buffer. Returns the buffer, and a view of its filled part, which
-    contains `held` and then `new`."""
+    """Appends keys or values to the earlier keys or values in a buffer. Makes a larger buffer if
+    there is no buffer or if the buffer is too small. Returns the buffer and a view of the buffer's
+    filled part. The view contains the tensor `held`, followed by the tensor `new`.
+
+    Args:
+        room: the buffer; None: there is no buffer.
+        held: the earlier keys or values. If there is a buffer, `held` is a view of its filled part.
+        new: the keys or values to append.
+    """
     length = held.shape[-2] if held.numel() else 0
     total = length + new.shape[-2]
     if room is None or room.shape[-2] < total:

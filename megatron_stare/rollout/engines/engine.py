@@ -74,7 +74,7 @@ class LostRequest:
     request again.
 
     `reason`: what happened to the request, and where.
-    `late`: True if the request's time limit passed.
+    `late`: True if the request was lost because the server did not answer within a time limit.
     `gone`: True if the request's server is lost, so that all other requests at the server are lost
         too.
     """
@@ -258,9 +258,10 @@ class ServedEngine(Engine):
 
     def sync_target(self) -> SyncTarget | None:
         """Returns the target to which the trainer's ranks can send the weights of the open update
-        directly. After they have sent the weights, the caller ends the session with
-        `end_sent_update`, and does not call `update_weights`. Returns None if the engine has no
-        such target, so that the caller must pass the weights to `update_weights`.
+        directly. After the ranks have sent the weights, the caller ends the session with
+        `end_sent_update`. The caller does not call `update_weights` in this session. Returns None
+        if the engine has no such target, so that the caller must pass the weights to
+        `update_weights`.
 
         Raises:
             EngineStateError: no session is open.

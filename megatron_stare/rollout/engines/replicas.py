@@ -33,8 +33,8 @@ class ServedMemory:
     `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: bytes that the setting limits in addition to the cache, such as the bytes of the
-        weights.
+    `before`: number of bytes outside the cache that also count towards the limit of `setting`. If
+        `setting` is sglang.memory_fraction, `before` is the size of the weights in bytes.
     `digits`: number of decimal places of the setting's value.
     """
 

@@ -98,10 +98,10 @@ class RequestsPage:
     node's memory. The watcher process, which reports runs that hang (docs/black_box.md), reads the
     status page.
 
-    The status page is written about once a second while requests are in flight. Writes are less
-    frequent if they would otherwise take more than 1 % of the event loop's time. After a change of
-    the requests in flight, the status page is written within `wait_s()` seconds. If no process
-    reads the status page, nothing is written.
+    The status page is written about once a second while requests are in flight. If writing the
+    status page once a second takes more than 1 % of the event loop's time, the status page is
+    written less often. After a change of the requests in flight, the status page is written within
+    `wait_s()` seconds. If no process reads the status page, nothing is written.
     """
 
     def __init__(self) -> None:
@@ -157,9 +157,9 @@ class Dispatch:
     replica whose KV cache holds the earlier part of the response. Of the requests of one `Serving`
     object, Dispatch assigns continuations first, then retries, then new requests. A continuation
     waits while the replica with the earlier part of the response is full. After all new requests
-    are assigned, a waiting continuation can go to any other replica that still has room. If the
-    replica with the earlier part of the response has lost a request since its last answer, the
-    continuation is assigned like a new request.
+    are assigned, a waiting continuation can go to any other replica that still has room. If a
+    replica has lost a request and has not answered any request since the loss, Dispatch assigns the
+    continuations of this replica's responses like new requests.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even
@@ -213,7 +213,7 @@ class Dispatch:
 
     async def ask(self, queue: _Queue, request: GenerateRequest) -> GenerateResult:
         """Waits for the request's answer. This method does not raise errors of a replica. The task
-        that calls the replica (`_pump`) raises these errors.
+        `_pump` calls the replica, and raises the errors of the replica.
 
         Raises:
             RequestLostError: all allowed attempts of the request failed.
@@ -259,8 +259,8 @@ class Dispatch:
         self._put_down()
 
     def _share_out(self, queue: _Queue) -> None:
-        """Splits all waiting requests evenly over the replicas. Does nothing until every unfinished
-        trajectory has a waiting request."""
+        """Splits all waiting requests evenly over the replicas. If any unfinished trajectory has no
+        waiting request yet, returns without assigning any request."""
         waiting = [*queue.again, *queue.new]
         if not waiting or len(waiting) < queue.live:
             return

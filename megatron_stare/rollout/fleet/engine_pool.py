@@ -164,13 +164,15 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context in which the pool requests no tokens from the replicas. A `Serving` object in
-        another thread's event loop waits until the context ends. Each replica keeps the requests
-        that it has already received.
+        """Context manager. Inside the `with` block, the pool requests no tokens from the replicas.
+        Before the `with` block begins, waits until the calls in progress have ended. If the event
+        loop of another thread has an open `Serving` object, the `Serving` object sends no requests
+        to the replicas until the `with` block ends. Each replica keeps the requests that it has
+        already received.
 
         Raises:
-            RuntimeError: the caller runs in the event loop of the open Serving. The wait would then
-                never end.
+            RuntimeError: the caller runs in the event loop of the open `Serving` object. The wait
+                for the calls in progress would then never end.
         """
         # set before the check for calls in progress, so that every later call sees it
         self._held = True

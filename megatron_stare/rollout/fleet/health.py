@@ -131,10 +131,11 @@ class FleetHealth:
 
     A replica that lost a request receives no requests during a back-off. After its back-off, a
     replica is chosen before other replicas, but receives only one request at a time until it
-    answers. A replica that lost a request is also avoided for at least as long as the lost request
-    was in flight. An avoided replica receives a request only if all serving replicas are avoided.
-    Avoidance keeps a hanging replica from delaying one request after another by the full request
-    timeout. All back-offs end at the latest when the next rollout starts.
+    answers. A replica that lost a request is also avoided. If the lost request was in flight for n
+    seconds, the replica is avoided for at least n seconds, or until the replica answers a request.
+    An avoided replica receives a request only if all serving replicas are avoided. Avoidance keeps
+    a hanging replica from delaying one request after another by the full request timeout. All
+    back-offs end at the latest when the next rollout starts.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The

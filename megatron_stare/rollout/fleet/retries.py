@@ -61,8 +61,8 @@ class Retries:
         """Returns the replica that should receive the request, or None if no suitable replica has
         room. Leaves out replicas that already lost this request, if another replica is suitable.
         Prefers a suspected replica that has room, because a suspected replica might otherwise never
-        receive a request again. If no suspected replica has room, prefers the replica with the most
-        room.
+        receive a request again. If none of the suspected replicas has room, chooses the replica
+        with the most room among the other replicas.
 
         Args:
             rooms: number of requests that each replica can still take; None if the replica does not

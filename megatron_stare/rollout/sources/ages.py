@@ -1,7 +1,7 @@
 """Computes the ages of a batch's tokens, and masks or rejects tokens that are too old. Pure.
 
-A token's age is a difference of weight versions: the version that the token's step trains, minus
-the version that sampled the token. Step s trains the weights of version s - 1.
+Training step s starts from the weights of version s - 1. If weights of version v sampled a token,
+and step s trains on the token, the token's age is s - 1 - v.
 """
 
 from __future__ import annotations

@@ -139,15 +139,17 @@ class AsynchronousSource(RolloutSource):
         self._wait(partial(self._published, version))
 
     def state(self) -> PromptState:
-        """Returns the state that the prompt stream had before the first step whose batch `next` has
-        not returned. If a run resumes from this state, all responses that `next` has not returned
-        are sampled again."""
+        """Returns the state of the prompt stream from which a resumed run must continue. The prompt
+        stream had this state before the first unreturned step took its prompts. A step is
+        unreturned if the method `next` has not returned the step's batch yet. If a run resumes from
+        this state, the responses of all unreturned steps are sampled again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context in which only the caller uses the engines. Waits until the steps that have begun
-        are finished. No new step begins within the context."""
+        """Context manager. Inside the `with` block, only the caller uses the engines. Before the
+        `with` block begins, waits until the steps that have begun are finished. No new step begins
+        until the `with` block ends."""
         try:
             # if a step that had begun fails, this raises its error and the hold ends
             self._wait(self._hold)

@@ -142,14 +142,14 @@ class InformativeGroups(Groups):
     is dropped. The comparison of rewards uses the verifier's rewards, not the shaped rewards.
     Prompts are sampled in rounds. The selection of groups does not depend on timing or on the
     length of responses. A complete group can be used only if all groups before it in canonical
-    order are complete too. The selection is final as soon as the groups that can be used include
-    enough informative groups. When the selection is final, the sampling of all other groups is
-    cancelled. Prompts that come after the last used group return to the stream for the next step.
+    order are complete too. The selection is final as soon as enough informative groups can be used.
+    When the selection is final, the sampling of all other groups is cancelled. Prompts that come
+    after the last used group return to the stream for the next step.
 
-    If all rounds together yield too few informative groups, dropped groups fill up the step, in
-    prompt order. A dropped group that fills up a step contributes no gradient. If the loss is
-    divided by the number of tokens, this number includes the tokens of dropped groups that fill up
-    the step.
+    If all rounds together yield too few informative groups, the step also includes some
+    uninformative groups, in prompt order, so that the step has enough groups. The uninformative
+    groups contribute no gradient. If the loss is divided by the number of tokens, this number
+    includes the tokens of the uninformative groups in the step.
 
     Args:
         groups: number of prompt groups per step.
@@ -179,8 +179,8 @@ class InformativeGroups(Groups):
         settled: Callable[[], None],
     ) -> Collected:
         """See Groups. After each round, the prompts after the last used group return to the stream.
-        This method never calls `settled`, because the method may use the stream until the method
-        returns."""
+        A call of `settled` would mean that this method no longer uses the stream. This method uses
+        the stream until this method returns, and therefore never calls `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0

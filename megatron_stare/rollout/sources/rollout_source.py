@@ -173,7 +173,8 @@ class RolloutSource(ABC):
         """
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which only the caller uses the engines. Waits until the engines have no work
+        """Returns a context manager. Inside the `with` block, only the caller uses the engines.
+        Before the `with` block begins, the context manager waits until the engines have no work
         from this source."""
         return contextlib.nullcontext()
 

@@ -251,8 +251,9 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids, in ascending order, of the tokens that may complete one of the stop strings.
     A token may complete a stop string if the token's text starts with a suffix of the stop string,
-    or contains the whole stop string. A token with an incomplete character is also returned if its
-    text contains the last character of the stop string."""
+    or contains the whole stop string. The bytes of a token may begin or end in the middle of a
+    character. Such a token is returned if the token's text contains the last character of a stop
+    string."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:

@@ -61,7 +61,8 @@ class Answer:
         return self.tokens.numel()
 
     def add(self, part: GenerateResult) -> None:
-        """Appends the tokens that an engine sampled next."""
+        """Appends the newest part of the answer, which an engine has just sampled, to the earlier
+        parts."""
         whole = not len(self)
         self.tokens = part.output_ids if whole else torch.cat([self.tokens, part.output_ids])
         self.log_probs = (
@@ -86,11 +87,13 @@ class Answer:
 
 @dataclass
 class UnderWay:
-    """A response that is being made, waits to be continued, or waits to be trained on.
+    """Stores the state of one response until the run trains on the response. A stored response is
+    in progress, cut or finished. A cut response will be continued later. A finished response waits
+    until the run trains on the response.
 
     Attributes:
-        `step`: step in which the response began. The response's sampling noise depends on this step
-            until the response ends.
+        `step`: step in which the response began. The sampling noise of all tokens of the response
+            depends on the number of this step, even if later steps continue the response.
         `answers`: the policy's answers, one for each call that the environment made to `generate`.
             The last answer may be incomplete because the response was cut.
         `calls`: tool calls of the environment, in order. Each entry of `calls` is a pair of the
@@ -200,8 +203,9 @@ class UnderWay:
 
 
 def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
-    """Concatenates two lists of pairs (weight version, number of tokens). Merges the two pairs at
-    the boundary if these pairs have equal versions."""
+    """Concatenates two lists of pairs (weight version, number of tokens). If the last pair of
+    `first` and the first pair of `then` have the same version, merges these two pairs into one
+    pair."""
     if first and then and first[-1][0] == then[0][0]:
         return (*first[:-1], (then[0][0], first[-1][1] + then[0][1]), *then[1:])
     return (*first, *then)

@@ -50,8 +50,8 @@ class Block:
         return (self.stop - self.start) * math.prod(self.size[1:])
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which a checkpoint stores the block's tensor, if the model's weights
-        have the dtype `model`."""
+        """Returns the dtype in which a checkpoint stores the block's tensor. The argument `model`
+        is the dtype of the model's weights."""
         return torch.float32 if self.rule.float32 else model
 
 

@@ -1,5 +1,6 @@
-"""Checks that the weights of a Hugging Face folder match the folder's config.json. Apart from a
-stored tied head and its embedding, the checks read only the headers of the weight files."""
+"""Checks that the weights of a Hugging Face folder match the folder's config.json. If the folder
+stores a tied head, the checks read the whole head and the whole embedding. For all other tensors,
+the checks read only the headers of the weight files."""
 
 from __future__ import annotations
 

@@ -241,8 +241,8 @@ def write_folder(
     companions_from: str | Path,
     step: int | None = None,
 ) -> None:
-    """Writes a folder that `transformers` can load. The folder contains the weights, and copies of
-    the config and the tokenizer in `companions_from`.
+    """Writes a folder that `transformers` can load. The folder contains the weights, the config and
+    the tokenizer. The config and the tokenizer are copied from the folder `companions_from`.
 
     The folder's config.json names the most frequent dtype of the weights. `transformers` loads all
     weights in the dtype that config.json names. An existing folder is replaced only after the new

@@ -161,7 +161,8 @@ def check_bytes(folder: Path, sums: Sums, threads: int = 1) -> None:
 
 
 def tensors_of(sums: Sums) -> dict[str, Sum]:
-    """Returns the entries of the tensor files, which are large and numerous."""
+    """Returns the entries of the tensor files. Tensor files are large, and a checkpoint contains
+    many tensor files."""
     return {name: each for name, each in sums.items() if name.endswith(SHARD)}
 
 

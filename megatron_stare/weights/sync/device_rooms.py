@@ -1,7 +1,7 @@
-"""Provides memory for weight buckets. Another process on the same machine can access the memory of
-the buckets. The memory is on a GPU, or in shared-memory files on the host. The other process
-accesses memory on a GPU through a handle, and memory on the host through the shared-memory file.
-Handles and files both work only within one machine."""
+"""Provides memory for weight buckets. An engine's process on the same machine can read the buckets
+directly from this memory. The memory is on a GPU, or in shared-memory files on the host. The
+engine's process accesses memory on a GPU through a handle, and memory on the host through the
+shared-memory file. Handles and files both work only within one machine."""
 
 from __future__ import annotations
 

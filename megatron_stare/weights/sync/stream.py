@@ -222,8 +222,8 @@ def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> I
 
 
 class _Parcels:
-    """Messages with the other ranks' pieces of a bucket, one message per rank. The constructor
-    starts to receive the messages."""
+    """Receives a bucket's pieces from the other ranks. Each rank that holds pieces sends all its
+    pieces in one message. The constructor starts to receive the messages."""
 
     def __init__(
         self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device
@@ -250,7 +250,9 @@ class _Parcels:
 
 
 class _Sent:
-    """Message in flight to the sender, with copies of one rank's pieces of a bucket."""
+    """Sends this rank's pieces of a bucket, in one message, to the rank that gathers the bucket
+    (SENDER). The message contains copies of the pieces. The constructor starts to send the
+    message."""
 
     def __init__(
         self,
@@ -286,8 +288,9 @@ def _post(
 
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
-    """Returns a piece of this rank as a view of the rank's shard. In the view, the rows of the
-    piece may span several dimensions."""
+    """Returns the values of a piece that this rank's shard contains. The returned tensor is a view
+    of the shard, unless Megatron has split a query group over ranks. In the returned tensor, the
+    row dimension of the piece may be split into several dimensions."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

@@ -174,9 +174,9 @@ def plan_of(
 
 @dataclass(frozen=True)
 class Held:
-    """A piece of the Hugging Face tensor `hf`. A rank holds the piece and could send the piece. The
-    tensor is split into `parts` parts along dimension `cut`, and the piece is the part with index
-    `part`."""
+    """A piece of the Hugging Face tensor `hf`. One rank holds the piece. Other ranks may hold the
+    same piece, so the plan later chooses the rank that sends the piece. The tensor is split into
+    `parts` parts along dimension `cut`, and the piece is the part with index `part`."""
 
     hf: str
     dtype: torch.dtype

@@ -76,8 +76,8 @@ class SyncTarget(Protocol):
 
     @property
     def leaves_files(self) -> bool:
-        """True if senders leave files that the engines fetch. The files stay until `forget` is
-        called on the senders."""
+        """True if senders write the weights to files, and engines read the weights from these
+        files. The files stay until `forget` is called on the senders."""
 
     @property
     def owners_send(self) -> bool:
@@ -123,9 +123,10 @@ class WeightStream(Protocol):
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Yields each bucket as a handle for workers, together with the calls that the bucket
-        depends on. A caller should use a single call of `wait` for two groups of calls: the calls
-        that a bucket depends on, and the calls that use the bucket. Any error is then raised
+        """Yields each bucket as a handle for workers. Also yields a list with the handles of the
+        calls that the bucket depends on. The caller then starts its own calls, which use the
+        bucket. The caller should pass the handles of its own calls, together with the yielded list,
+        to one call of `Workers.wait`. `Workers.wait` then raises an error of any of these calls
         immediately. Can be iterated once.
 
         Args:

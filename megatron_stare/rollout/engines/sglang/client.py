@@ -42,7 +42,7 @@ class UnansweredError(SGLangError):
     """Raised if a call got no answer, or if the server answered with a temporary error. A retry at
     this server or at another server can succeed.
 
-    `late`: True if the call's time limit passed.
+    `late`: True if the server did not answer the call within the call's time limit.
     """
 
     late = False
@@ -59,8 +59,10 @@ class NotJsonError(SGLangError):
 class SGLangClient:
     """HTTP client of one server.
 
-    Every method sends a request and waits for the answer. A method stops waiting if the connection
-    breaks, or after `timeout_s` seconds.
+    Every method of the client sends a request to the server and waits for the server's answer. The
+    method stops waiting for the answer if the connection to the server breaks, or when `timeout_s`
+    seconds have passed. If the connection breaks, most methods immediately send the request again,
+    at most REPEATED times.
 
     Args:
         url: URL of the server, without a path.
@@ -173,8 +175,9 @@ class SGLangClient:
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """Generates a long response, parses the server's answer, and returns `read(answer)`. `read`
-        must not keep a reference to the answer.
+        """Asks the server to generate one response, and waits for the answer for up to `response_s`
+        seconds. Parses the JSON of the server's answer, passes the parsed answer to the function
+        `read`, and returns the result of `read`. `read` must not keep a reference to the answer.
 
         The request goes to the router if the client has a router.
 
@@ -246,9 +249,9 @@ class SGLangClient:
     async def release_memory(self, parts: Collection[str]) -> None:
         """Releases the given parts of the server's memory (the weights, the cache, or both). The
         server must have been started with --enable-memory-saver (CUDA only). A server without
-        --enable-memory-saver, such as a CPU server, accepts the call but releases no memory.
-        Releasing the cache drops the prefix cache. Releasing any part crashes the server if a
-        request is in flight."""
+        --enable-memory-saver, such as a CPU server, accepts the call but releases no memory. If
+        `parts` contains the key/value cache, the server loses all cached prefixes. Releasing any
+        part crashes the server if a request is in flight."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
@@ -302,9 +305,10 @@ def _tags(parts: Collection[str]) -> list[str]:
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
-    for every token, and no reference cycles. The garbage collector would therefore find nothing to
-    free in an answer. Nevertheless, the garbage collector would traverse the lists of every answer.
-    After every few answers, the garbage collector would traverse all objects of the process."""
+    for every token. A parsed answer contains no reference cycles, so the garbage collector would
+    find nothing to free in the answer. If the garbage collector were enabled, it would still
+    traverse the lists of every answer. After every few answers, an enabled garbage collector would
+    also traverse all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

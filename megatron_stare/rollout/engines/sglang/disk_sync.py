@@ -99,8 +99,9 @@ class DiskSync(WeightSync):
 
 
 class _whole:
-    """Keeps a file under a temporary name during a `with` block. The file gets its final name if
-    the block succeeds, and is deleted if the block fails."""
+    """Keeps a file under a temporary name during a `with` block. If the `with` block ends without
+    an error, the file gets its final name. If the `with` block raises an error, the file is
+    deleted."""
 
     def __init__(self, file: Path, ending: str) -> None:
         self._file, self.path = file, file.with_name(file.name + ending)

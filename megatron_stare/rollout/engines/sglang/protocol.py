@@ -86,11 +86,12 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
     from the model. Also raises ConfigError for every speculative algorithm except NGRAM, because a
     weight sync to a server with a draft model was never tried.
 
-    The run compares only the log-probs of server and trainer. Tokens that are not samples from the
-    model have correct log-probs, so a comparison of log-probs does not detect these tokens. On
-    CPUs, SGLang verifies drafts by taking the likeliest token, whatever the temperature is
-    (eagle_utils.py, 0.5.23). On CUDA, speculative decoding returns exact samples if both acceptance
-    thresholds are 1.
+    The run compares only the log-probs of server and trainer. For every token that a server
+    returns, the server reports the model's log-prob of this token. The reported log-prob is correct
+    even if the token was not sampled from the model. A comparison of log-probs therefore does not
+    detect tokens that are not samples from the model. On CPUs, SGLang verifies drafts by taking the
+    likeliest token, whatever the temperature is (eagle_utils.py, 0.5.23). On CUDA, speculative
+    decoding returns exact samples if both acceptance thresholds are 1.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain

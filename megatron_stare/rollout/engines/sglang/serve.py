@@ -94,9 +94,10 @@ def _guard(scratch: str) -> None:
     """Forks a guard process outside this process group. The guard kills this process group when the
     process that started the server ends. Without the guard, some of SGLang's processes would
     survive if this process were killed together with the process that started the server. Ray, for
-    example, kills an actor together with the processes that the actor started. The guard also kills
-    this process group when only this process ends. The guard keeps the server's log until the
-    process that started the server closes the server's standard input."""
+    example, kills an actor together with the processes that the actor started. If this process ends
+    while the process that started the server still runs, the guard also kills this process group.
+    The guard keeps the server's log until the process that started the server closes the server's
+    standard input."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()

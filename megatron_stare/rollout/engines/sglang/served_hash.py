@@ -90,8 +90,8 @@ class TiledDigest:
 
     def update_at(self, start: int, part: Tensor) -> None:
         """Adds the bytes of the tensor `part` at byte offset `start` of the hashed bytes. Parts may
-        come in any order. Parts can also be added to several digests, which `joined` then merges.
-        `start` and the part's size must be multiples of four bytes."""
+        come in any order. A caller can distribute the parts over several digests, and then merge
+        these digests with `joined`. `start` and the part's size must be multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")
@@ -100,7 +100,8 @@ class TiledDigest:
         self._add(held.view(torch.int32), start // 4)
 
     def joined(self, other: TiledDigest) -> TiledDigest:
-        """Returns the digest of all parts that `update_at` added to this digest or to `other`."""
+        """Merges this TiledDigest with the TiledDigest `other`. Returns a new TiledDigest, which
+        contains all parts of both. All parts must have been added with `update_at`."""
         both = TiledDigest()
         both._words = max(self._words, other._words)
         both._sums = self._sums + other._sums

@@ -189,8 +189,8 @@ class ServerProcess:
 
 
 def _until_gone(group: int) -> None:
-    """Waits until all processes of a killed process group have closed their files, and with them
-    their GPU memory. Waits at most KILLED_S."""
+    """Waits until all processes of a killed process group have closed their files and freed their
+    GPU memory. Waits at most KILLED_S seconds."""
     until = time.monotonic() + KILLED_S
     while time.monotonic() < until and any(
         _has_files(process, group) for process in psutil.process_iter()
@@ -199,8 +199,9 @@ def _until_gone(group: int) -> None:
 
 
 def _has_files(process: psutil.Process, group: int) -> bool:
-    """Returns True if the process belongs to the process group and one of its threads is alive. The
-    threads of a zombie's process may still be ending."""
+    """Returns True if the process belongs to the process group and one of its threads is alive. A
+    process is a zombie as soon as its main thread has ended, even if other threads of the process
+    have not ended yet."""
     with contextlib.suppress(psutil.Error, ProcessLookupError):
         return os.getpgid(process.pid) == group and (
             process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1

@@ -88,8 +88,9 @@ class CacheRoom:
     the number of average-length requests that the server's cache can hold. When a request at the
     server ends, the next waiting request is sent to the server.
 
-    Without this limit, a request could wait for cache space in the server's queue. A wait in the
-    server's queue would count towards the request's time limit (faults.requests.request_s).
+    Without this limit, a request could wait in the server's queue until the server's cache has
+    enough free space. A wait in the server's queue would count towards the request's time limit
+    (faults.requests.request_s).
 
     Args:
         cache_tokens: capacity of the server's cache.
@@ -466,8 +467,8 @@ class SGLangEngine(ServedEngine):
         self._run(lambda: self._release(parts))
 
     async def _release(self, parts: Collection[str]) -> None:
-        """Pauses the server, waits until the server is idle, and releases memory. A release would
-        crash a server that still has a request in flight."""
+        """Pauses the server, waits until the server is idle, and releases memory. If a request were
+        still in flight, releasing the server's memory would crash the server."""
         await self._client.pause("abort")
         await self._client.flush(IDLE_S)
         await self._client.release_memory(parts)

@@ -124,7 +124,8 @@ class ServerLayout:
 
     def cut_over(self, name: str, shape: ModelShape) -> int:
         """Returns the number of ranks over which a tensor is sharded. For a replicated tensor,
-        returns the number that would apply if the tensor were sharded."""
+        returns the number of ranks over which the tensor would be sharded if it were not
+        replicated."""
         rule = _rule(name, shape)
         return self.group if rule is not None and self._by_group(rule) else self.tensor
 

@@ -59,7 +59,8 @@ class ServersTarget(SyncTarget):
     `servers`: in replica order.
     `folder`: folder to which all senders of the method `disk` write; None until `joined` chooses
         the folder.
-    `collective_s`: time limit of one broadcast, seconds; None: timeout_s.
+    `collective_s`: time limit of one broadcast, in seconds. If `collective_s` is None, the time
+        limit of one broadcast is `timeout_s`.
     """
 
     method: str
