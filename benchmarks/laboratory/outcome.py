@@ -142,8 +142,9 @@ def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
     said = f"Entropy in the last 5 steps before the change, nats: {listed}."
     if held[best] < max(held.values()):
         said += (
-            f" {NAMES[best]} had the best pass@1 at the end, but not the highest entropy before the"
-            " change. So the entropy before the change does not alone decide how far an arm recovers."
+            f" {NAMES[best]} had the best pass@1 at the end, but not the highest entropy before"
+            " the change. So the entropy before the change does not alone decide how far an arm"
+            " recovers."
         )
     return said
 
