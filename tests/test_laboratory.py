@@ -369,11 +369,13 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     }
     told = {"plan": plan, "runs": runs}
     assert "Pass@1 at lr 1: 0.500 [-5.853, 6.853]; lr 2: 1.000 [" in outcome.afterwards(told)[0]
-    assert "ended best" not in outcome.before_the_change(told, "t", 10)  # all held the same
+    assert "had the best pass@1" not in outcome.before_the_change(
+        told, "t", 10
+    )  # all held the same
     for seed in seeds:  # bonus ends best
         runs[f"t, grpo, seed {seed}"]["entropy by 5 steps"] = [0.4, 0.5]
     said = outcome.before_the_change(told, "t", 10)
-    assert "GRPO: 0.500" in said and "entropy bonus ended best and had not held most" in said
+    assert "GRPO: 0.500" in said and "entropy bonus had the best pass@1 at the end" in said
     dapo_row, bonus_row, forks_row = outcome.decided(told)[2:]
     assert dapo_row.endswith("not shown; 0.03 either way is excluded |")
     assert bonus_row.endswith("| higher |") and "| +0.235 [" in bonus_row

@@ -295,7 +295,7 @@ def test_a_driver_lost_when_its_time_is_up_is_not_started_again(start, tmp_path:
 
 
 def test_a_signal_after_the_last_driver_changes_no_exit_code(start) -> None:
-    """It comes while what the driver left behind is waited for."""
+    """The signal comes while the supervisor waits for what the driver left behind."""
     process = start(
         "begin()\nchild = subprocess.Popen([sys.executable, '-c', 'import signal;"
         " signal.pause()'], start_new_session=True)\nprint(child.pid, flush=True)\nsys.exit(2)\n"
