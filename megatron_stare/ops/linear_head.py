@@ -325,9 +325,14 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if `used`, the slopes from which the gradient was computed, differ from
-    `slope`, the slopes of the complete loss, by more than rounding. Such a difference shows that
-    the loss couples tokens. On a GPU, the error is raised at the next synchronisation."""
+    """Raises RuntimeError if the difference between `used` and `slope` exceeds rounding. Such a
+    difference shows that the loss couples tokens. On a GPU, the error is raised at the next
+    synchronisation.
+
+    Args:
+        used: the slopes from which the gradient was computed.
+        slope: the slopes of the complete loss.
+    """
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()
         message = (

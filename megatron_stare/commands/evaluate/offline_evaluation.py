@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint on tasks for `megatron-stare eval`, without starting a trainer.
+"""Evaluates a checkpoint on tasks without starting a trainer, as the command `megatron-stare eval`.
 
 `read` checks configuration, checkpoint and problems before any process starts. `run` starts
 engines, loads the weights and samples the missing responses. The module evaluation/evaluate.py

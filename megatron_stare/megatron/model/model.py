@@ -286,7 +286,7 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    Megatron marks a parameter as cut only while Megatron initialises the parameter. A run loads its
+    Megatron itself sets the mark of a cut parameter during initialisation. A run loads its
     parameters and does not initialise them. Megatron treats an unmarked parameter as replicated
     over ranks, so the gradient norm would include only the first rank's part of the parameter.
     """

@@ -242,7 +242,7 @@ class Dispatch:
 
     def _assign_soon(self) -> None:
         """Makes the event loop assign the waiting requests to engines, after all tasks that are
-        ready to run have queued their requests. Continuations are then assigned before new
+        ready to run have queued their requests. The assignment takes continuations before new
         requests."""
         if not self._assigning:
             self._assigning = True
