@@ -3,6 +3,8 @@
 # PYTHON=python3.11, beside a .venv of another version, it is .venv-3.11.
 # Sourced by the other scripts; leaves $ROOT, and $PYTHON pointing into the environment. May also be run by itself.
 set -euo pipefail
+# images set it; every process, and the tests start hundreds, would then compile this project anew
+unset PYTHONDONTWRITEBYTECODE
 source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
 
 build_env() {

@@ -5,10 +5,10 @@ probability.
     e = H - target        a = clip(K_p e + K_i sum of e, -1, 1)
     on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
 
-In every step, the controller computes its output `a` before the trainer computes the loss. If
-`statistics.gate` is `lagged`, the controller computes `a` only after the loss, and the next step
-uses this value of `a`. As in the authors' code, the sum of the errors e has no bound. If the
-entropy was on one side of the target for a long time, it therefore stays on the other side for
+By default, the controller computes its output `a` in every step before the trainer computes the
+loss. If `statistics.gate` is `lagged`, the controller computes `a` only after the loss, and the
+next step uses this value of `a`. As in the authors' code, the sum of the errors e has no bound. If
+the entropy was on one side of the target for a long time, it therefore stays on the other side for
 about as long afterwards.
 """
 

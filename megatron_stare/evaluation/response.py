@@ -2,8 +2,8 @@
 same answer.
 
 A `Response` is a trajectory without its tokens. Two answers count as the same if their normal forms
-are equal. Two answers also count as the same if the verifier accepts the second answer as right,
-with the first answer as the reference answer. Answers are compared in the order of the responses'
+are equal. Two answers also count as the same if the verifier accepts the later answer as right,
+with the earlier answer as the reference answer. Answers are compared in the order of the responses'
 sample indices, so the classes do not depend on which response finished first. The earliest answer
 of a class represents the class.
 """

@@ -537,5 +537,5 @@ class PlannedFit(Fit):
 
     def build(self, run: ResolvedRun) -> None:
         """Builds complete ranks of this run's layout, instead of assembling ranks from parts. All
-        later checks of this layout use the measured sizes of the ranks that `build` has built."""
+        later checks of this layout use the sizes of the ranks that `build` has built."""
         self._stages[self._key(run)] = super().stages(run)

@@ -56,7 +56,8 @@ class Row:
 
     def has(self, names: Sequence[str]) -> bool:
         """Returns True if this response has all fields in `names`. If one of these fields is an
-        array, returns True only if the policy sampled at least one token of the response."""
+        array and `mask` is known, returns True only if the policy sampled at least one token of the
+        response."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)

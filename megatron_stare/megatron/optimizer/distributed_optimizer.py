@@ -167,10 +167,10 @@ def sharded_shards(
     per parameter.
 
     The data of each part is a view of one of the optimizer's tensors. If the optimizer holds only
-    half of the bits of the master weights, the data is instead a view of a new tensor from
-    `read_master`. Names match Megatron's `fully_reshardable` format, so this module and Megatron
-    can load each other's checkpoints. A float32 parameter is its own master, and is saved only with
-    the model.
+    half of the bits of the master weights, the data of a master-weight part is instead a view of a
+    new tensor from `read_master`. Names match Megatron's `fully_reshardable` format, so this module
+    and Megatron can load each other's checkpoints. A float32 parameter is its own master, and is
+    saved only with the model.
 
     Args:
         parameters: sharded state of the trained model, which must hold the parameters themselves

@@ -61,8 +61,8 @@ class SGLangClient:
 
     Every method of the client sends a request to the server and waits for the server's answer. The
     method stops waiting for the answer if the connection to the server breaks, or when `timeout_s`
-    seconds have passed. If the connection breaks, most methods immediately send the request again,
-    at most REPEATED times.
+    seconds have passed (`generate_as`: `response_s` seconds). If the connection breaks, most
+    methods immediately send the request again, at most REPEATED times.
 
     Args:
         url: URL of the server, without a path.
