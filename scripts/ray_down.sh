@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Ends Ray on this node, or on several by ssh, with all that runs on it: every Ray of this user there, not of one cluster.
+# Where a ray_up.sh stays (BLOCK=1), end that instead: it may start Ray again.
 #   bash scripts/ray_down.sh
 #   HOSTS="node1 node2" bash scripts/ray_down.sh
 #   HOSTS       nodes to be reached by ssh; empty: this node alone
@@ -16,8 +17,6 @@ one_of DRY_RUN 0 1
 find_project_python
 stop=("$PYTHON" -m ray.scripts.scripts stop --grace-period "${GRACE_S:-16}")
 if [ -z "${HOSTS:-}" ]; then
-    # first those that would start Ray again
-    [ "$DRY_RUN" = 1 ] || pkill -TERM -f 'scripts/ray_up[.]sh' || true
     show_and_run "${stop[@]}"
     exit 0
 fi

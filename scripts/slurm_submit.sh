@@ -156,7 +156,7 @@ job() {
     "TERM "* | *" 0" | *" 2" | *" 130" | *" 143") exit "$status" ;; # it is done, or refuses, or was ended by a user
     *" $TO_BE_CONTINUED") again "the run is to be continued" ;; # STOP_AFTER, or lost nodes or the cluster
     *)
-        [ "$1" = "$RUN_RECIPE" ] || exit "$status" # what the code of another script means is not known
+        [ "$script" = "$RUN_RECIPE" ] || exit "$status" # what the code of another script means is not known
         again "the run ended with code $status" ;;
     esac
 }

@@ -233,6 +233,7 @@ if number < 4:
     assert left == sorted(left, reverse=True) and left[-1] > 4000 and left[0] <= 5000
 
 
+LOST = "begin('attempts: 3, back_off_s: 600, longest_back_off_s: 600')\ndie(signal.SIGKILL)\n"
 WAITING = """
 begin()
 def tell(number, frame):
@@ -270,9 +271,7 @@ def test_a_driver_that_dies_as_it_closes_is_not_started_again(start, tmp_path: P
 
 
 def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path: Path) -> None:
-    process = start(
-        "begin('attempts: 3, back_off_s: 600, longest_back_off_s: 600')\ndie(signal.SIGKILL)\n"
-    )
+    process = start(LOST)
     assert "restarts in 600 s" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
@@ -285,9 +284,7 @@ def test_a_driver_lost_when_its_time_is_up_is_not_started_again(start, tmp_path:
     process.stdout.readline()
     process.send_signal(signal.SIGUSR1)
     assert process.wait() == 75
-    waits = start(
-        "begin('attempts: 3, back_off_s: 600, longest_back_off_s: 600')\ndie(signal.SIGKILL)\n"
-    )
+    waits = start(LOST)
     assert "restarts in 600 s" in waits.stderr.readline()
     waits.send_signal(signal.SIGUSR1)
     assert waits.wait() == 75

@@ -238,10 +238,10 @@ class Saves(Part):
             except Exception as error:
                 if isinstance(error, UserError) and not isinstance(error, WorkerLostError):
                     raise
-                # lost workers, a timeout of the write, or an error of a rank, such as memory
-                why = next(iter(str(error).splitlines()[::-1]), type(error).__name__)
-                if isinstance(error, WorkerLostError):
-                    why = str(error).splitlines()[0]
+                # lost workers, a timeout of the write, or an error of a rank, such as memory, whose
+                # traceback comes first
+                said = str(error).splitlines() or [type(error).__name__]
+                why = said[0 if isinstance(error, WorkerLostError) else -1]
                 with contextlib.suppress(OSError):  # the terminal is gone
                     print(f"step {self._state.step} could not be saved: {why}", file=sys.stderr)
 

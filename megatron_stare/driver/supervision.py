@@ -166,10 +166,13 @@ class _Supervisor:
     def _forward(self, number: int, driver: int) -> None:
         if number == signal.SIGCHLD:
             return
+        self._note(number)
+        os.kill(driver, number)  # the pid is valid until this process reaps it
+
+    def _note(self, number: int) -> None:
         if number in ENDING:
             self._ended_by = number
         self._out_of_time |= number == AFTER_STEP
-        os.kill(driver, number)  # the pid is valid until this process reaps it
 
     def _now(self) -> list[str]:
         """Returns the arguments of the next driver.
@@ -216,17 +219,14 @@ class _Supervisor:
             and (left := until - time.monotonic()) > 0
         ):
             found = signal.sigtimedwait(set(self._caught), left)
-            self._out_of_time |= found is not None and found.si_signo == AFTER_STEP
-            if found is not None and found.si_signo in ENDING:
-                self._ended_by = found.si_signo
+            if found is not None:
+                self._note(found.si_signo)
 
     def _heed(self) -> None:
         """Takes the signals that came while no driver ran. Otherwise they would end this process
         once they are no longer blocked."""
         while (found := signal.sigtimedwait(set(self._caught), 0)) is not None:
-            self._out_of_time |= found.si_signo == AFTER_STEP
-            if found.si_signo in ENDING:
-                self._ended_by = found.si_signo
+            self._note(found.si_signo)
 
     def _sweep(self) -> None:
         """Waits until all processes that the driver started have ended. Kills the processes that
