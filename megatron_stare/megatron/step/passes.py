@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megatron_stare.config.schema import Config
@@ -140,7 +141,7 @@ def _run(
 
     begin_pass(model, trains=not forward_only)
     with backend():
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[on_device() for _ in model],
             model=model,
@@ -151,6 +152,21 @@ def _run(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    if not forward_only:
+        _forget_routes(model)
+    return results
+
+
+def _forget_routes(model: list[nn.Module]) -> None:
+    """Drops the routing weights that each token dispatcher keeps of its last micro-batch.
+
+    Their autograd graph leads back to the model through nodes that Python's garbage collector does
+    not see. With them, a closed trainer's weights and process groups would stay in memory.
+    """
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, MoELayer):
+                module.token_dispatcher.probs = None
 
 
 class Reference:
