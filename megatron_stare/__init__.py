@@ -17,8 +17,9 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Imports `run` or `UserError` only when a program accesses this attribute, so that importing
-    the package stays fast."""
+    """Returns the attribute `run` or the attribute `UserError`. The module that defines the
+    attribute is imported only when a program accesses the attribute, so importing the package
+    itself stays fast."""
     import importlib
 
     if name not in _LAZY:

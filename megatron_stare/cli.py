@@ -30,10 +30,11 @@ from megatron_stare.process.signs_of_life import say, say_loading
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code. Code 0 means that the command succeeded. Code 1
     means that the doctor or a bisection found a fault, that a planned run does not fit, or that
-    `status` found a run dead or silent. Code 2 means a user error. Code 75 means that a run
-    ended and can be resumed. Either SIGUSR1 or the time limit ended the run after it saved its
-    state, or the run lost processes, nodes or its cluster. Code 130 means that SIGINT (Ctrl-C)
-    ended the command. Code 143 means that SIGTERM ended the command."""
+    `status` found a run dead or silent. Code 2 means a user error. Code 75 means that a run ended
+    and can be resumed. There are two such cases. In the first case, SIGUSR1 or the time limit ended
+    the run after the run had saved its state. In the second case, the run lost a process, a node or
+    the whole cluster. Code 130 means that SIGINT (Ctrl-C) ended the command. Code 143 means that
+    SIGTERM ended the command."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):

@@ -1,5 +1,6 @@
-"""Finds the function or class that a configuration names, by a short name that this package defines
-or by a path to a user's own object. The module does not import torch."""
+"""Finds the function or class for a name in the configuration. The name is either a short name that
+this package defines, or a path to an object in the user's own code. The module does not import
+torch."""
 
 from __future__ import annotations
 

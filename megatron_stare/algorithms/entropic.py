@@ -7,9 +7,9 @@ probability.
 
 By default, the controller computes its output `a` in every step before the trainer computes the
 loss. If `statistics.gate` is `lagged`, the controller computes `a` only after the loss, and the
-next step uses this value of `a`. As in the authors' code, the sum of the errors e has no bound. If
-the entropy was on one side of the target for a long time, it therefore stays on the other side for
-about as long afterwards.
+next step uses this value of `a`. As in the authors' code, the sum of the errors e has no bound.
+After a long time above the target, the entropy therefore stays below the target for about as long,
+and vice versa.
 """
 
 from __future__ import annotations

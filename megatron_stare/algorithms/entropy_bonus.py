@@ -37,8 +37,8 @@ class EntropyBonus:
     `delta`, `coef_min`, `coef_max`: with a target, every step moves c by `delta` within [coef_min,
         coef_max].
     `measure`: the quantity that is compared with the target. 'entropy' is the mean entropy.
-        'surprisal' is the mean surprisal of the sampled tokens, which estimates the mean entropy,
-        as in the released code.
+        'surprisal' is the mean surprisal of the sampled tokens, an estimate of the mean entropy.
+        The released code uses the mean surprisal.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

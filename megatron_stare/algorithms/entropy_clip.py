@@ -6,9 +6,9 @@ tokens would change the entropy far more than most tokens do.
     Clip_V: A < 0 and -Phi > mu std Phi lose their loss, at most max(1, int(max_share N)) tokens
 
 Means and standard deviations are taken over the N tokens of the whole batch, with N as divisor. As
-in the authors' code, the removed tokens also leave the denominator of the loss. Also as in the
-authors' code, Clip_V does not subtract the mean of -Phi before comparing -Phi with the threshold.
-Phi always comes from the log-prob pass, for every value of `statistics.surprisal`. If the standard
+in the authors' code, the removed tokens also leave the denominator of the loss. Clip_V does not
+centre Phi before the comparison with the threshold. This rule also follows the authors' code. Phi
+always comes from the log-prob pass, for every value of `statistics.surprisal`. If the standard
 deviation is below 1e-12, no token is removed.
 """
 

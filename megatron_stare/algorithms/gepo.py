@@ -1,6 +1,6 @@
-"""GEPO (group-entropy policy optimisation, arXiv 2607.16850) gives the answers to a prompt weights
-that depend on the mean surprisal of all answers to this prompt. The GEPO of arXiv 2508.17850 is
-another method, which changes importance weights.
+"""GEPO (group-entropy policy optimisation, arXiv 2607.16850) multiplies the loss of each answer by
+a weight. The weight depends on the mean surprisal of all answers to the same prompt. The GEPO of
+arXiv 2508.17850 is another method, which changes importance weights.
 
     H_g = mean surprisal of the group's tokens        mu, sd over the groups of the batch
     low <- (1 - r) low + r (mu - 0.2 sd)              high <- (1 - r) high + r (mu + 0.3 sd)

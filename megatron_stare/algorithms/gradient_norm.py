@@ -10,9 +10,10 @@ V entries, the squared norm of the gradient has these bounds:
     C_V = (V - 1) / (V ln^2 V)
 
 The bounds hold because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds can be computed from p_a and H
-alone. The norm itself also needs sum p^2, which vocab_parallel.py computes. Every token has its own
-logits, so the squared norms of tokens add up. At temperature T, the gradient is taken with respect
-to the logits before their division by T, so every norm has a factor 1 / T.
+alone. The exact norm requires p_a and sum_v p_v^2. The module vocab_parallel.py computes this sum.
+Every token has its own logits, so the squared norms of tokens add up. At temperature T, the
+gradient is taken with respect to the logits before their division by T, so every norm has a factor
+1 / T.
 """
 
 from __future__ import annotations
@@ -160,8 +161,9 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
     """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in STAPO's
-    figure, the norm is |one_hot(a) - p|: the norm of the gradient of a token's log-prob, without
-    the factor w. The gradient is taken with respect to the logits divided by the temperature."""
+    figure, the norm of a token is |one_hot(a) - p|. This is the norm of the gradient of the token's
+    log-prob, not of the objective, so w does not occur in the norm. The gradient is taken with
+    respect to the logits divided by the temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}

@@ -7,9 +7,9 @@ answers would no longer lower the entropy.
 
 The covariance covers all responses to the prompt, and a dropped response counts with advantage 0.
 Tokens of dropped responses still count in N, the divisor of the loss. Two details are inferred,
-because only a description of the method was available. First, the two sums in b run over the
-responses to one prompt. Second, N counts the tokens of dropped responses as well as the tokens of
-kept responses.
+because only a description of the method was available. The first inferred detail is that both sums
+in the formula of b cover only the kept responses to one prompt. The second inferred detail is that
+N counts the tokens of dropped responses as well as the tokens of kept responses.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class GrpoDropout(Grpo):
             return zeros.index_add(0, g, values.to(torch.float64))[g]
 
         def before(values: Tensor) -> Tensor:
-            """Returns for each response the sum of `values` over the right answers to its prompt.
-            Only right answers that precede the response in `order` count."""
+            """Returns one sum of `values` for each response. The sum covers the right answers to
+            the same prompt that come before the response in `order`."""
             so_far = (values * right[order]).to(torch.float64).cumsum(0)
             earlier = torch.cat([so_far.new_zeros(1), so_far[:-1]])
             first = torch.searchsorted(g, g)  # of the prompt

@@ -12,13 +12,14 @@ wrong response is called a wrong token. The reward r and the advantage A of a to
 
 The setting `normalise: separate` follows eq. 6 literally: correct tokens and wrong tokens each have
 their own mean and std. With 'separate', the mean advantage over the correct tokens is exactly 0,
-and so is the mean advantage over the wrong tokens. With 'separate', the outcome therefore cancels,
-and the policy learns from the entropy alone. The default, 'joint', takes mean and std over all
-tokens. With 'joint', the mean advantage is positive over a prompt's correct tokens and negative
-over the prompt's wrong tokens. Still, 'joint' can give a token an advantage of the wrong sign. If
-few tokens are wrong, correct tokens with a small share of the entropy get a negative advantage,
-because the overall mean lies near the mean of the correct tokens. If few tokens are correct, wrong
-tokens with a small share of the inverse entropy get a positive advantage.
+and so is the mean advantage over the wrong tokens. With 'separate', correct tokens therefore have
+no higher mean advantage than wrong tokens, and the policy learns only from the entropy. The
+default, 'joint', takes mean and std over all tokens. With 'joint', the mean advantage is positive
+over a prompt's correct tokens and negative over the prompt's wrong tokens. Still, 'joint' can give
+a token an advantage of the wrong sign. If few tokens are wrong, correct tokens with a small share
+of the entropy get a negative advantage, because the overall mean lies near the mean of the correct
+tokens. If few tokens are correct, wrong tokens with a small share of the inverse entropy get a
+positive advantage.
 
 Tokens that are normalised together get advantage 0 if their rewards differ only by rounding errors.
 Otherwise the division by a tiny std would turn rounding errors into advantages of several units.
@@ -156,8 +157,8 @@ class Gtpo(Clipped):
         return _whole(batch.rewards) >= self.correct_from
 
     def _entropy(self, batch: TokenBatch) -> Tensor:
-        """Returns the entropies, clamped and then increased by eps, so that every entropy is above
-        0, [N] float64."""
+        """Returns the entropy of every token, [N] float64. Every entropy is first clamped and then
+        increased by eps, so that the result is above 0."""
         entropy = batch.entropy.detach().to(torch.float64)
         return (
             entropy.clamp_min(0)

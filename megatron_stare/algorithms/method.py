@@ -38,7 +38,7 @@ State = dict[str, Tensor]  # 0-dim float64 tensors that a method keeps from step
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Token losses and values to log. `loss` [N] has the token losses before aggregation. `shares`
+    """Result of `Method.token_loss`. `loss` [N] has the token losses before aggregation. `shares`
     maps the name of a metric to one value per token, [N]. The trainer logs each metric as the mean
     of its values over the loss tokens."""
 
@@ -170,9 +170,10 @@ class Method(ABC):
 
     def observe(self, state: State, change: Tensor | None) -> State:
         """Returns the state with which the next step starts. The trainer calls `observe` after the
-        update of every step in which `measures_every` asks for a measurement. `change` is the mean
-        entropy of the batch's tokens after the update minus their mean entropy before it, 0-dim, or
-        None if the optimizer step was not taken. `observe` must not synchronise with the host."""
+        update of every step in which `measures_every` asks for a measurement. `change` is a 0-dim
+        tensor. The value of `change` is the mean entropy of the batch's tokens after the update,
+        minus the mean entropy of the same tokens before the update. If the optimizer step was not
+        taken, `change` is None. `observe` must not synchronise with the host."""
         return state
 
     @abstractmethod

@@ -9,9 +9,9 @@ the entropy.
 The weights w make F+ and F- both equal to 2 F+ F- / (F+ + F-). With equal coefficients for all
 tokens (token_mean, no importance correction), a step from the sampling policy therefore leaves the
 entropy unchanged to first order. The weights keep the entropy at its present value, without a
-target. Only summaries of the paper were available. It is therefore only inferred that F+ and F- use
-the exact Phi of the whole batch. Phi always comes from the log-prob pass, for every value of
-`statistics.surprisal`.
+target. Only summaries of the paper were available. The following detail is therefore inferred and
+not taken from the paper: F+ and F- use the exact Phi of all tokens in the whole batch. Phi always
+comes from the log-prob pass, for every value of `statistics.surprisal`.
 """
 
 from __future__ import annotations

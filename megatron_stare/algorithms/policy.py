@@ -207,8 +207,9 @@ class PolicyGradient(Method):
         return asked | dict(self.asks(batch, narrowed.kept, known))
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns requests for the method's own statistics. The loss mask of `kept` holds only the
-        tokens that the filters kept."""
+        """Returns requests for the statistics that the method needs in addition to the statistics
+        of the filters and add-ons. The loss mask of `kept` holds only the tokens that the filters
+        kept."""
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:

@@ -26,7 +26,7 @@ class Overlong:
 
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
-    `max_length`: the length of the longest response that the run allows, tokens.
+    `max_length`: the largest number of tokens that the run allows in a response.
     `cache`: the number of tokens before max_length over which the penalty grows from 0 to `factor`.
     `factor`: the size of the penalty at max_length.
     """

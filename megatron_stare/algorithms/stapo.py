@@ -99,8 +99,8 @@ class Stapo(Grpo):
     `tau_p`: the probability below which a token can be spurious.
     `version`: the version of the paper. 'v4' takes the entropy quantile over the candidates. 'v1'
         takes the entropy quantile over all tokens.
-    `quantile`: q. Version 4 of the paper uses the 0.75-quantile. Version 1 gives two quantiles, 0.8
-        and 0.2.
+    `quantile`: q. Version 4 of the paper uses the 0.75-quantile. Version 1 of the paper names two
+        values of q, 0.8 and 0.2.
     `interpolation`: the rule by which a quantile that falls between two entropies is interpolated.
         The paper does not specify this rule.
     `denominator`: 'kept' divides the loss by the number of kept tokens, as in the paper. 'all'

@@ -215,8 +215,9 @@ class Stare(Grpo):
         return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Opens or closes the gate of the batch. With `adaptive`, also changes W and M. Unless
-        `statistics.gate` is `lagged`, the loss of the same step uses the new gate, W and M."""
+        """Updates the gate of the batch and the weights W and M. W and M change only if `adaptive`
+        is true. If `statistics.gate` is `lagged`, the loss of the next step is the first loss that
+        uses the updated values. Otherwise, the loss of the same step uses the updated values."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state

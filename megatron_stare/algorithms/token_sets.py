@@ -76,9 +76,9 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 class Selection:
     """Rule that separates rare tokens from common tokens.
 
-    `share`: the share P. A set of rare tokens contains the share P of the tokens whose advantage
-        has the set's sign. If `common` is 'bottom', a set of common tokens contains the share P of
-        the tokens whose advantage has the set's sign.
+    `share`: the share P. Let n be the number of tokens whose advantage has the set's sign. A set of
+        rare tokens contains P n of these n tokens, rounded up. If `common` is 'bottom', a set of
+        common tokens also contains P n tokens, rounded up.
     `rare_below`: the probability below which a token is rare. If `rare_below` is None, `share`
         decides which tokens are rare.
     """
@@ -89,7 +89,8 @@ class Selection:
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
         """Returns a request for the set's threshold. If `rare_below` is set, the threshold is
-        already known, and the method returns a request for the number of tokens in the set."""
+        already known. In this case, the returned request asks for the number of tokens in the set
+        instead."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
         # of equal surprisals, the first in canonical order are selected, at either end
@@ -118,8 +119,9 @@ class Selection:
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
         """Returns the bound of the set, a surprisal in nats. The bound separates the set from the
         other tokens of the same advantage sign. If `share` selects the rare tokens, the bound is
-        the surprisal of the least surprising rare token. If `common` is 'bottom', a set of common
-        tokens has the lowest surprisals, and its bound is the highest of these surprisals."""
+        the surprisal of the least surprising rare token. If `common` is 'bottom', the common tokens
+        are the tokens with the lowest surprisals. The bound of the common tokens is then the
+        highest surprisal of a common token."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

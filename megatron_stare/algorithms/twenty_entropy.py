@@ -5,12 +5,12 @@ tokens of highest entropy.
         their advantage
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The official code selects the k tokens of largest entropy per micro-batch. This file selects the k
-tokens of largest entropy over the whole batch. TRL and the setting `denominator: all` divide the
-loss by the number of all tokens instead of the number of kept tokens, so the loss is about five
-times smaller. In the formula, N is the number of tokens with a nonzero advantage. According to the
-paper's text, N counts all response tokens, including tokens with advantage 0. The setting
-`candidates: all` follows the paper's text.
+The official code selects tokens in each micro-batch separately. This file selects the k tokens of
+largest entropy in the whole batch. TRL and the setting `denominator: all` divide the loss by the
+number of all tokens instead of the number of kept tokens, so the loss is about five times smaller.
+In the formula, N is the number of tokens with a nonzero advantage. According to the paper's text, N
+counts all response tokens, including tokens with advantage 0. The setting `candidates: all` follows
+the paper's text.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class HighEntropyTokens:
 
 
 def fork_count(n: Tensor, share: float) -> Tensor:
-    """Returns how many of n candidates are kept, max(1, int(n * share + 0.9999)), 0-dim. The
-    official code uses the same rounding."""
+    """Returns k, the number of candidates that are kept, as a 0-dim tensor. If there are n
+    candidates, k is max(1, int(n * share + 0.9999)). The official code uses the same rounding."""
     return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
 
 

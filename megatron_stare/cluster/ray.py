@@ -103,8 +103,8 @@ def _node_id() -> str:
 
 
 class Actor:
-    """Hosts one worker in a Ray actor. `method` forwards any call to the worker, so that the
-    worker's class does not depend on Ray."""
+    """Hosts one worker in a Ray actor. The function `method` calls the worker's method of a given
+    name. Only the actor is a Ray object, so the class of the worker needs no Ray code."""
 
     def __init__(self) -> None:
         self._worker: Any = None

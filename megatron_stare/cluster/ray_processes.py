@@ -41,9 +41,9 @@ def half_started(error: BaseException) -> Any:
     there are no such processes.
 
     If Ray fails to start, the processes that Ray has already started run until this Python process
-    ends. After a failed start, only local variables of the functions in the traceback of `error`
-    still refer to Ray's record of these processes. This function therefore searches the traceback
-    for the record.
+    ends. Ray keeps a record of these processes. After a failed start, the record can be reached
+    only through the traceback of `error`: a local variable of a function in the traceback refers to
+    the record. This function therefore searches the traceback for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
@@ -53,8 +53,9 @@ def half_started(error: BaseException) -> Any:
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager around a shutdown of Ray. If an essential Ray process ended before the
-    shutdown, Ray leaves its worker processes running. In this case, the context manager kills the
-    worker processes that are still alive LEFT_S seconds after the shutdown."""
+    shutdown, Ray leaves its worker processes running. In this case, the context manager waits after
+    the shutdown until the worker processes end, but at most LEFT_S seconds. The context manager
+    then kills the worker processes that have not ended."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -124,8 +125,8 @@ def own_group() -> Iterator[None]:
 
     A shell or the command `timeout` sends a signal to a whole process group. A signal to Ray's
     processes would immediately end them and the ranks, but the ranks must first save the last step.
-    A process that leads its session cannot change its group. If this process leads its session, new
-    processes therefore stay in this process's group.
+    The leader of a session cannot move to another process group. If the current process is the
+    leader of its session, new processes stay in the process group of the current process.
     """
     mine = os.getpgrp()
     # keeps the new process group alive

@@ -360,7 +360,8 @@ class RayRunner:
 
 
 class RayEngines:
-    """Starts or joins Ray and places only engines. Reserves no GPUs for a trainer.
+    """Starts or joins Ray, and starts the rollout engines. Starts no trainer ranks, and reserves no
+    GPUs for trainer ranks.
 
     Args:
         config: the configuration. Servers that take GPUs are the only processes on these GPUs.

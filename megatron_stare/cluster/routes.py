@@ -16,7 +16,8 @@ TRY_S = 10.0  # timeout of a connection within the cluster
 
 @dataclass(frozen=True)
 class Door:
-    """A listening port on a node where a server will later run.
+    """A test port on the node of a future server. The ranks connect to the test port before the
+    server is started.
 
     `node`: name of the node.
     `id`: the id of the node in the cluster.

@@ -296,8 +296,8 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
-        """Tells whether every rank has written its part of the checkpoint or has failed to write
-        it."""
+        """Returns True if no rank is still writing its part of the checkpoint. A rank that failed
+        to write its part is no longer writing."""
         return all(self._workers.call("saved"))
 
     def wait_saved(self, timeout_s: float | None = None) -> None:
@@ -334,8 +334,8 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns a list of the results that a rank returned after the rank had sent weights. The list
-    contains either one result for all engines or one result for each engine."""
+    """Returns the results of a rank as a list, after the rank has sent weights. The list contains
+    either one result for all engines or one result for each engine."""
     return told if isinstance(told, list) else [told]
 
 

@@ -53,8 +53,8 @@ def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
     """Computes the facts about a run's steps that the suggestion needs.
 
     In a run of STARE, L+ and L- are the sets of tokens that STARE selected. In a run of another
-    method, L+ and L- consist of the tokens whose surprisal is above the critical surprisal, L+ with
-    positive and L- with negative advantage.
+    method, a token is rare if its surprisal is above the critical surprisal. L+ then contains the
+    rare tokens with positive advantage, and L- contains the rare tokens with negative advantage.
 
     Raises:
         UserError: there are too few steps, or the steps have no forecast.

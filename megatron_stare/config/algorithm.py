@@ -51,8 +51,8 @@ class AlgorithmConfig:
 
     @classmethod
     def read(cls, section: Any) -> AlgorithmConfig:
-        """Checks a section and returns the method with its settings. The section is a mapping that
-        contains `name` and the settings, or the name alone.
+        """Checks a section and returns the method with its settings. The section is either the name
+        of a method, or a mapping with the key `name` and the method's settings.
 
         Raises:
             pydantic.ValidationError: the method or a setting is unknown, or a value is out of
@@ -127,8 +127,8 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """Returns [T] if the type of the field `key` allows exactly one dataclass T, and [] if the type
-    allows no dataclass or several."""
+    """Returns a list with the dataclass that the type annotation of the field `key` contains. The
+    list is empty if the annotation contains no dataclass or several dataclasses."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:

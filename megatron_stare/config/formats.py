@@ -63,8 +63,8 @@ def _servers_that_are_used(config: Tree) -> Tree:
 
 def _cache_of_the_device(config: Tree) -> Tree:
     """Removes cache_tokens if its value is the default of format 2. The default of format 2 was
-    meant for CPU servers. The default of cache_tokens is now null, which on a CPU means the same
-    size as the default of format 2."""
+    meant for CPU servers. The default of cache_tokens is now null. On a CPU, null means 20,000
+    tokens, which was the default of format 2."""
     return _without_server_setting(config, "cache_tokens", FORMER_CACHE_TOKENS)
 
 
@@ -92,8 +92,8 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 def with_new_names(config: Tree) -> Tree:
     """Renames the sections in RENAMED, and moves the settings of the former section `services` to
-    the sinks that have these settings now. Creates a current section only if the configuration
-    contains the corresponding former section."""
+    the sinks that have these settings now. If a former section is missing from the configuration,
+    no section is added in its place."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -133,8 +133,8 @@ def names_now(former: str) -> str:
 
 
 def names_met(config: Mapping[str, Any]) -> list[str]:
-    """Returns one message for each former section name in a configuration, such as "limits is
-    faults.requests now"."""
+    """Returns one message for each former section name in a configuration. The message contains the
+    former name and the current name of the section."""
     met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
     return met + (
         ["services is settings of observability.sinks now"] if "services" in config else []

@@ -3,12 +3,12 @@
 
 A row contains the setting's requirements, its tests, its check in scripts/gpu_check.sh, and the
 values that the setting gives to Megatron's fields. If a setting is null, `chosen` decides whether
-the setting is on. On a GPU, a setting with the value null is on if the setting is tested, and if
-the device and the run meet the setting's requirements. A setting counts as tested if tests cover it
-(`covered`), or if the committed result of its check is good (`proven`). The file
-tests/test_performance.py compares `proven` with the committed result. With `performance.automatic:
-false`, all settings with the value null are off. A new setting needs a row here and a field in
-config/training_sections.py.
+the setting is on. On a GPU, null turns a setting on if three conditions are met: the setting is
+tested, the device meets the setting's requirements, and the run meets the setting's requirements. A
+setting counts as tested if tests cover it (`covered`), or if the committed result of its check is
+good (`proven`). The file tests/test_performance.py compares `proven` with the committed result.
+With `performance.automatic: false`, all settings with the value null are off. A new setting needs a
+row here and a field in config/training_sections.py.
 """
 
 from __future__ import annotations
@@ -261,9 +261,12 @@ def connections(config: Config) -> int | None:
     """Returns the number of hardware queues that a trainer rank gets from CUDA, or None if CUDA
     chooses the number.
 
-    Ranks that exchange activations inside a layer get one queue. With one queue, a transfer starts
-    before all matrix products that are launched later. Megatron's own launcher also requires one
-    queue (CUDA_DEVICE_MAX_CONNECTIONS=1) on every rank that exchanges activations inside a layer.
+    If `performance.cuda_connections` is set, it is the number of queues. Otherwise, a trainer rank
+    gets one hardware queue if the run uses tensor or context parallelism, because the ranks then
+    exchange activations inside a layer. With one queue, the GPU starts operations in the order in
+    which the rank launches them. If a transfer is launched before a matrix product, the transfer
+    therefore also starts before the matrix product. Megatron's own launcher also requires one queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) on every rank that exchanges activations inside a layer.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections
@@ -286,10 +289,12 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
     """Tells whether training reuses the forward pass of the log-prob pass instead of running a
     second forward pass.
 
-    Reuse requires one micro-batch per rank in the log-prob pass, because backward needs the
-    activations of the micro-batch. Reuse requires a step with only one update, because later
-    updates would need a forward pass with the changed weights. Pipeline stages and replayed routing
-    prevent reuse, because they need a forward pass of their own in training.
+    Training can reuse the forward pass only if every rank has a single micro-batch in the log-prob
+    pass. With several micro-batches, the activations of all of them would have to stay in memory
+    until the backward pass. Training can reuse the forward pass only if a step has a single update,
+    because later updates would need a forward pass with the changed weights. Training with several
+    pipeline stages or with replayed routing requires a second forward pass, so it cannot reuse the
+    first forward pass.
 
     Args:
         micro_batches: the number of micro-batches of a rank in the log-prob pass.
@@ -324,8 +329,8 @@ def shares_prompts(config: Config) -> bool:
 
 
 def check_performance(config: Config, shape: ModelShape | None = None) -> None:
-    """Raises ConfigError if a setting is not supported or if settings cannot be combined. These
-    checks do not depend on the device.
+    """Raises ConfigError if a setting is not supported or if settings cannot be combined. The
+    result of `check_performance` does not depend on the device.
 
     Args:
         shape: the shape of the model. If `shape` is None, the checks of the model are left out.

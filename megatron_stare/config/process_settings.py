@@ -3,9 +3,9 @@ values for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. If one of these two variables is not set, an SGLang server sets the variable
-to 0 before the server's first collective. The dict AGREED lists the SGLang flags that affect each
-of these two variables. If a server is started with a flag that AGREED lists for a variable, the
-server always sets this variable to 1 in its own environment.
+to 0 before the server's first collective. The dict AGREED maps each of these two variables to
+SGLang flags. If a server is started with a flag to which AGREED maps a variable, the server always
+sets this variable to 1 in its own environment.
 """
 
 from __future__ import annotations

@@ -32,10 +32,11 @@ class Recipe:
 
     `layers`: files of `configs/recipes`, such as methods/stare. Later layers override earlier
         layers.
-    `settings`: the recipe's own settings, which override all layers.
+    `settings`: the recipe's own settings, which override the settings of all layers of this recipe.
     `reproduces`: the published run, in words.
-    `result`: the run's published results, with the marks of their sources.
-    `over`: name of the recipe that this recipe changes, if any.
+    `result`: the run's published results. The short name of the source is in brackets, such as [R].
+    `over`: name of the recipe on which this recipe is based, or None if this recipe is based on no
+        other recipe.
     """
 
     name: str
@@ -132,8 +133,8 @@ def refused() -> Mapping[str, str]:
 
 
 def sources() -> Mapping[str, str]:
-    """Returns a dict from marks to the sources of published values. A mark, such as 'R-readme', is
-    the short name of a source."""
+    """Returns the sources of published values as a dict. The keys are the short names of the
+    sources, such as 'R-readme'. A short name is also called a mark."""
     return dict(_tables()["sources"])
 
 

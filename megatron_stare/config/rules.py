@@ -208,8 +208,9 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
 
 
 def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
-    """Returns the layer counts that occur among the chunks of the pipeline stages in this layout.
-    The layout must have passed `check_layout`."""
+    """Returns the set of the chunk sizes in this layout. A pipeline stage consists of one or
+    several chunks, and the size of a chunk is its number of layers. The layout must have passed
+    `check_layout`."""
     if (first := parallel.first_stage_layers) is not None:
         return {first, (shape.layers - first) // (parallel.pipeline - 1)}
     return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}

@@ -280,8 +280,8 @@ class RuntimeConfig(Section):
 
     def port_share(self, number: int, shares: int) -> range | None:
         """Divides the port range into `shares` disjoint sets, and returns the set with index
-        `number`. Returns None if no range is set. If two processes on one node use different sets,
-        they cannot take the same port.
+        `number`. Returns None if no range is set. No port is in two sets, so processes that use
+        different sets never take the same port.
 
         Raises:
             ValueError: the range has fewer than `shares` ports.

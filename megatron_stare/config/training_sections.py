@@ -286,9 +286,9 @@ class MoeConfig(Section):
 
 
 class PerformanceConfig(Section):
-    """Settings that save time or memory and change results only in the last bits. With CUDA, a
-    setting with the value null is on if tests cover the setting, and if the device and the run meet
-    the setting's requirements; see docs/gpu.md."""
+    """Settings that save time or memory and change results only in the last bits. With CUDA, null
+    turns a setting on if the setting was tested, and if the device and the run meet the setting's
+    requirements; see docs/gpu.md."""
 
     automatic: bool = Field(
         True, description="false: every setting of this section that is null is off"

@@ -50,9 +50,9 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
     """Returns the problem at position `index` of a stream.
 
     A stream may contain the same problem several times, with its numbers in the same or in another
-    order. The two splits never share a problem. Of the first 1,000 held-out problems, 36 are
-    repetitions of an earlier problem. In 4 repetitions, the numbers have the same order as in the
-    earlier problem. In 32 repetitions, the numbers have another order.
+    order. The two splits never share a problem. Of the first 1,000 held-out problems, 36 consist of
+    the same three numbers as an earlier problem. Of these 36 problems, 4 have their numbers in the
+    same order as the earlier problem, and 32 have their numbers in another order.
     """
     attempt = 0
     while True:

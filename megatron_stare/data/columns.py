@@ -43,7 +43,7 @@ class Columns(NamedTuple):
 def guess_columns(path: str, prompt: str | None = None, answer: str | None = None) -> Columns:
     """Finds the columns of prompt and answer. If the caller names a column, uses this column.
     Otherwise tries usual column names in order, and takes the first column whose values have the
-    right type in all of the first rows.
+    right type. The function checks only the first `ROWS` rows of the file.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.

@@ -217,14 +217,14 @@ class FilePrompts:
 
         After c prompts from all files together, a file's share is c times the file's weight,
         divided by the sum of all weights. The deadline of a file's j-th prompt (j = 1, 2, ...) is
-        the number c at which the file's share reaches j. A file is a candidate if it has supplied
-        fewer prompts than its share at c = cursor + 1. The rule chooses the candidate whose next
-        prompt has the earliest deadline. If several candidates have the same deadline, the rule
-        chooses the first of these candidates. With this rule, the number of prompts from a file
-        always differs from the file's share by less than 1 (Baruah et al., Proportionate Progress,
-        Algorithmica 15, 1996). If a run was started with an earlier release, the run keeps the
-        earlier rule when it is resumed. The rule of earlier releases chooses the file that is
-        furthest below its share.
+        the smallest c for which the file's share is at least j prompts. A file is a candidate if it
+        has supplied fewer prompts than its share at c = cursor + 1. The rule chooses the candidate
+        whose next prompt has the earliest deadline. If several candidates have the same deadline,
+        the rule chooses the first of these candidates. With this rule, the difference between the
+        number of prompts from a file and the file's share is always less than 1 (Baruah et al.,
+        Proportionate Progress, Algorithmica 15, 1996). If a run was started with an earlier
+        release, the run keeps the earlier rule when it is resumed. The rule of earlier releases
+        chooses the file that is furthest below its share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

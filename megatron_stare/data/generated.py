@@ -41,8 +41,8 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class TaskProblem:
-    """A Problem that a library generates. `columns` identifies the library's task and the
-    problem."""
+    """A Problem that a library generates. `columns` contains the values with which the library
+    finds or generates the same problem again."""
 
     text: str
     answer: str

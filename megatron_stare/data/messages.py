@@ -64,9 +64,9 @@ def rendered(
     assistant wrote.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
-    the turn. The template's text after the turn's last special token does not count in the loss.
-    Each turn is encoded separately, so that no token spans the border of a turn. In a rollout, too,
-    no token spans the border of a turn.
+    the turn. The template's text after the turn's last special token does not count in the loss. In
+    a rollout, no token spans the border between two turns, because each turn is sampled or encoded
+    separately. This function therefore also encodes each turn separately.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).

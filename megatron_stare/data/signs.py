@@ -65,8 +65,8 @@ class Problem:
     @property
     def answer(self) -> str:
         """Returns the text that the verifier gets as the reference answer, such as '33 8 5 2 = 38'.
-        The text contains no signs, because every choice of signs that makes the equation true is
-        right."""
+        A response is right if its signs make the equation true. Several choices of signs can be
+        right, so the text contains no signs."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property

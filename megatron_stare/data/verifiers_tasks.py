@@ -19,7 +19,8 @@ class VerifiersTasks(GeneratedPrompts):
     From a finite taskset, training takes every task once per epoch, in a new random order in each
     epoch. From a finite taskset, evaluations take the tasks in the taskset's order. In an endless
     taskset, the first `EVALUATED` tasks are reserved for evaluations. From an endless taskset,
-    training takes each task after the first `EVALUATED` tasks exactly once.
+    training skips the first `EVALUATED` tasks, and then takes every later task exactly once, in the
+    taskset's order.
 
     The text of a prompt is for display only, because the environment renders the conversation
     itself.

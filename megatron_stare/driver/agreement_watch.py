@@ -174,8 +174,8 @@ def canary_sequences(
 
     The sequences are made from a text that ships with the package. Lines that the tokenizer cannot
     encode and decode without loss are left out. Each sequence begins at a different line of the
-    text. If the tokenizer loses characters in every line, the sequences consist of random token ids
-    from a fixed seed.
+    text. If all lines of the text are left out, the sequences consist of random token ids, which
+    are drawn with a fixed seed.
 
     Args:
         vocab_size: vocabulary size of the model. A token id that is not below `vocab_size` would

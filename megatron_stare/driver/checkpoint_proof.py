@@ -10,10 +10,11 @@ and the driver compares them with the stored numbers.
 
 The log-probs must be bit-identical if layout, number of threads, kind of device, libraries and this
 package's code are unchanged. A change of layout, threads, device, libraries or code may change the
-order in which numbers are summed, and torch.compile may change this order too. In float32, a
-different summation order may change a log-prob by at most LARGEST. In 16 bits, the mean change of
-the log-probs must stay within the bound on the mean difference between engine and trainer
-(rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
+order in which numbers are summed, and torch.compile may change this order too. If the model's dtype
+is float32, a different summation order may change a log-prob by at most LARGEST. If the model's
+dtype has 16 bits, the mean change of the log-probs must stay within the bound on the mean
+difference between engine and trainer (rollout/agreement/limits.py). Measurements are in
+docs/diagnostics.md.
 
 Shape legend: N is the number of response positions of the canary.
 """

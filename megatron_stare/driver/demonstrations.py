@@ -90,7 +90,8 @@ class Demonstrations(RolloutSource):
             return self._judge(batch_of(self._queue.take(self._rows), step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Calls `published` with the finished step `version`, and ignores the weights."""
+        """Calls `published` with `version`, which is the number of the finished step. Does not use
+        `weights`."""
         self._published(version)
 
     def state(self) -> dict[str, int]:

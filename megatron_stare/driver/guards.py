@@ -233,9 +233,9 @@ class GuardedResponse:
     """One response in the batch of a bad step. Each tensor is [n], with one number per response
     token.
 
-    `log_probs`: the trainer's log-probs before the step's updates, nats. A token's log-prob is NaN
-        if its loss mask is 0, or if the trainer computed NaN.
-    `rollout_log_probs`: the engine's log-probs, nats.
+    `log_probs`: the trainer's log-probs before the step's updates, in nats. A token's log-prob is
+        NaN if its loss mask is 0, or if the trainer computed NaN.
+    `rollout_log_probs`: the engine's log-probs, in nats.
     """
 
     cursor: int

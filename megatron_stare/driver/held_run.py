@@ -101,15 +101,18 @@ class HeldRun:
         return restarts_of(self.dir.path)
 
     def opened(self) -> None:
-        """Records that a session has started completely. The session has renamed the checkpoints of
-        all steps after `from_step`, so `opened` clears `from_step`. After `from_step` is cleared,
-        the next session resumes from the newest checkpoint."""
+        """Records that a session has started completely. Sets `from_step` to None, so that the next
+        session resumes from the newest checkpoint. If `from_step` was set, the session has renamed
+        the checkpoints of all steps after `from_step`, and a resumed run ignores renamed
+        checkpoints. The newest checkpoint is then the checkpoint of `from_step`, or a checkpoint
+        that this run saves later."""
         self._came_up, self._is_up, self.from_step = True, True, None
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """Returns the rule by which the next session waits for lost nodes. Returns None if no
-        process of the run has been lost since the user's command started."""
+        """Returns the options of the next session's wait for lost nodes, such as the time limit of
+        this wait. Returns None if no process of the run has been lost since the user's command
+        started."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)

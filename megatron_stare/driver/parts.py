@@ -81,7 +81,8 @@ class Part:
 
 
 class Measured(Part):
-    """Part of a session that only logs metrics. A function computes the metrics."""
+    """A Part that does no work after a step, and only logs metrics. A function computes the
+    metrics."""
 
     def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
         self._metrics = metrics
@@ -212,10 +213,10 @@ class Saves(Part):
         """Finishes the pending checkpoint when a run is interrupted or ended by a guard.
 
         If a signal or the time limit interrupted the run, waits a limited time for the pending
-        checkpoint. Then also saves the last step, if the run can still be saved and no guard
-        rejects the step. If a guard or non-finite values ended the run, only waits for the pending
-        checkpoint. After an error of any other kind, does nothing, because the ranks may have
-        failed. Incomplete checkpoints are removed later.
+        checkpoint. After this wait, saves a checkpoint of the last finished step, if the run can
+        still be saved and no guard rejects the step. If a guard or non-finite values ended the run,
+        only waits for the pending checkpoint. After an error of any other kind, does nothing,
+        because the ranks may have failed. Incomplete checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.

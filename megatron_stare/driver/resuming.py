@@ -77,9 +77,10 @@ _FILES = (  # tokenizer files
 
 
 def find_run(config: Config) -> Path:
-    """Returns the directory of the run to resume: run.dir, if run.dir is set. If run.dir is not
-    set, selects the newest run under runs/ that has the configured name and has finished at least
-    one step. If no run with this name has finished a step, selects the newest run with this name.
+    """Returns the directory of the run to resume. If run.dir is set, returns run.dir. If run.dir is
+    not set, selects the newest run under runs/ that has the configured name and has finished at
+    least one step. If no run with this name has finished a step, selects the newest run with this
+    name.
 
     Raises:
         UserError: there is no run to resume.
@@ -186,8 +187,8 @@ def _is_whole(checkpoint: Path) -> bool:
 def check_resume(
     config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Returns the checkpoint and the run state from which the configured run would resume, like
-    `resume_point`. Does not change the run.
+    """Finds the configured run, and returns the result of `resume_point` for this run: the
+    checkpoint and the run state from which the run would resume. Does not change the run.
 
     Raises:
         UserError: the run cannot be resumed, or another process holds the run.
@@ -264,9 +265,9 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
-    """Raises DataError if an input of the prompts, such as a tokenizer file, has changed since the
-    run was started. Compares the digests of the inputs. Accepts runs of old releases, which saved
-    no digests."""
+    """Raises DataError if a tokenizer file, the chat template or the first prompt has changed since
+    the run was started. Compares the digests of these inputs. Accepts runs of old releases, which
+    saved no digests."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name):
             continue

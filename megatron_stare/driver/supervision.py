@@ -210,8 +210,8 @@ class _Supervisor:
         return RecoveryRule()
 
     def _pause(self, wait_s: float) -> None:
-        """Waits for `wait_s` seconds. Returns earlier if the supervisor receives a signal that ends
-        the run."""
+        """Waits until `wait_s` seconds have passed, or until the supervisor has received a signal
+        that ends the run."""
         until = time.monotonic() + wait_s
         while (
             self._ended_by is None
@@ -223,8 +223,8 @@ class _Supervisor:
                 self._note(found.si_signo)
 
     def _heed(self) -> None:
-        """Takes the signals that came while no driver ran. Otherwise they would end this process
-        once they are no longer blocked."""
+        """Takes the signals that came while no driver ran. A signal that stays pending would end
+        this process as soon as the process unblocks its signals."""
         while (found := signal.sigtimedwait(set(self._caught), 0)) is not None:
             self._note(found.si_signo)
 

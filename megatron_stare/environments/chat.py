@@ -234,8 +234,9 @@ class ChatFormat:
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
         """Finds the first special token after position `after` of the text `whole`, and returns the
-        positions at which this token starts and ends. The position `after` must lie inside a turn,
-        because the first special token after this position is then the end of the turn."""
+        positions at which this token starts and ends. The caller must pass a position inside a
+        turn. The first special token that follows this position is then the token that ends the
+        turn."""
         found = [
             (at, at + len(token))
             for token in self._special

@@ -27,8 +27,8 @@ __all__ = ["ChatHarness"]
 
 
 def register() -> None:
-    """Registers this module under the name in the constant `ID`, by which the library `verifiers`
-    imports it."""
+    """Adds this module to `sys.modules` under the name in the constant `ID`. The library
+    `verifiers` imports the module by this name."""
     sys.modules[ID] = sys.modules[__name__]
 
 
@@ -57,9 +57,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         mcp_urls: Mapping[str, str],
         data: Any,
     ) -> ProgramResult:
-        """See `verifiers.v1.harness.Harness`. If the server refuses a request for a turn, the
-        conversation ends with exit code 1. The library's record of the episode states whether the
-        refusal is an error."""
+        """See `verifiers.v1.harness.Harness`. If the server refuses to sample a turn, the
+        conversation ends with exit code 1. A refusal may be an error, or may only mean that a limit
+        is reached. The library's trace of the conversation states which of the two happened."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

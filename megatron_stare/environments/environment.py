@@ -95,8 +95,9 @@ class Generate(Protocol):
         interrupted or the run was resumed. When the environment runs again, the journal returns
         each recorded answer without a call of the tool. If the journal contains the intent to call
         a tool but no answer, nobody knows whether the tool acted. An unanswered call of an
-        idempotent tool is repeated with the same call id. If the tool of an unanswered call is not
-        idempotent, the rollouts discard the response.
+        idempotent tool is repeated with the same call id. If a tool is not idempotent, an
+        unanswered call of the tool ends the environment's run for this response, and the response
+        is discarded.
 
         Args:
             tool: awaited as `tool(request, id)`, where `id` is unique to this call. When the

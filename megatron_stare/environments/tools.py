@@ -163,9 +163,9 @@ class Tools(Environment):
 
     `tools`: the list of tools. Each tool is code_interpreter, search, or the path of a function
         that has type annotations and a docstring: `path/to/tools.py:function` or
-        `my_package.tools.function`. To give a tool settings, replace the tool's name in the list by
-        a mapping, such as {name: search, folder: texts}. Add `once: true` to the mapping if a call
-        of the tool must not be repeated.
+        `my_package.tools.function`. If a tool needs settings, write a mapping such as
+        {name: search, folder: texts} instead of the tool's name. Add `once: true` to the mapping if
+        a call of the tool must not be repeated.
     `max_turns`: the largest number of turns of the policy in a response. In the last allowed turn,
         tool calls are not executed.
     `max_calls`: the largest number of tool calls in a response. Each further call gets an error as

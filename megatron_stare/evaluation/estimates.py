@@ -38,10 +38,10 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     """Returns the expected result of a majority vote among k responses. If several answers have the
     most votes, one of these answers is drawn at random.
 
-    The k responses are drawn without replacement from the n sampled responses. Answer j is the
-    answer of c_j of the n responses, and has the result r_j. Let A(j, i) be the event that the draw
-    contains answer j exactly i times and contains no other answer more than i times. Let T be the
-    number of other answers that the draw also contains exactly i times. In the event A(j, i),
+    The k responses are drawn without replacement from the n sampled responses. Of the n responses,
+    c_j responses give answer j. The result of answer j is r_j. Let A(j, i) be the event that the
+    draw contains answer j exactly i times and contains no other answer more than i times. Let T be
+    the number of answers other than j that occur exactly i times in the draw. In the event A(j, i),
     answer j wins the vote with probability 1 / (1 + T). The expected result is therefore the sum of
     r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k. A response
     without an answer has no vote. If none of the k responses has an answer, the result is 0.
@@ -80,10 +80,11 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses from
-    `others` and `silent`, with at most `a` responses from each class in `others`. The weight of a
-    draw is the product of its classes' weights, divided by 1 + T. T is the number of classes in
-    `others` from which the draw contains exactly `a` responses.
+    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses in
+    total, which come from the classes in `others` and from `silent`. At most `a` responses of a
+    draw come from the same class in `others`. The weight of a draw is the product of its classes'
+    weights, divided by 1 + T. T is the number of classes in `others` from which the draw contains
+    exactly `a` responses.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
@@ -135,14 +136,14 @@ def wilson_interval(
     a problem of its own, m equals N, and the interval is exactly Wilson's.
 
     A prompt's result can be the share of right responses among several responses to the prompt.
-    Such a share varies less than the result of a single response, which is 0 or 1. If the results
-    are shares of right responses, m is therefore larger than the effective number of problems, G.
-    The estimate of m - G is unreliable if there are few problems. The estimate of m - G is also
-    unreliable if the mean is near 0 or 1, because the estimate then depends only on the few results
-    between 0 and 1. If m is larger than G, the interval therefore uses G + min(w, (z/t)²) (m - G)
-    in place of m. The weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs
-    five right and five wrong results. The number t is the (1 + level)/2 quantile of Student's
-    distribution with G - 1 degrees of freedom. If all results are equal, m is set to G.
+    Such a share varies less than the result of a single response, which is 0 or 1. Shares of right
+    responses therefore make m larger than the effective number of problems, G. The estimate of
+    m - G is unreliable if there are few problems. The estimate of m - G is also unreliable if the
+    mean is near 0 or 1, because the estimate then depends only on the few results between 0 and 1.
+    For these two reasons, the interval replaces m by G + min(w, (z/t)²) (m - G) if m is larger than
+    G. The weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs five right
+    and five wrong results. The number t is the (1 + level)/2 quantile of Student's t distribution
+    with G - 1 degrees of freedom. If all results are equal, m is set to G.
     tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
 
     Args:
@@ -180,9 +181,10 @@ def mean_of_problems(
 
     Problem g has n_g of the N prompts, and e_g is the sum of (value - mean) over the prompts of
     problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey Sampling, 1965).
-    If all problems have the same number of prompts, G is the number of problems. If a few problems
-    have most of the prompts, G is smaller. The variance of the mean is G/(G - 1) Σ_g e_g² / N²
-    (Liang and Zeger, Biometrika 73, 1986, for problems of equal weight).
+    If all problems have the same number of prompts, G is the number of problems. If some problems
+    have more prompts than others, G is smaller than the number of problems. The variance of the
+    mean is G/(G - 1) Σ_g e_g² / N². If all problems have the same number of prompts, this is the
+    formula of Liang and Zeger (Biometrika 73, 1986).
 
     Args:
         values: one value per prompt, at least one value.

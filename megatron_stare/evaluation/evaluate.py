@@ -54,10 +54,10 @@ def evaluate(
     """Runs one evaluation. If the verifier fails on a response, the response counts as wrong, and
     the record's entry `failures` counts this response.
 
-    The record's entry `correct` contains the share of right responses to every prompt (avg@k). The
-    record's entry `pass1` is the mean of `correct` and estimates pass@1, whatever the number of
-    samples. The module evaluation/results.py computes pass@k, maj@k and all further figures of the
-    record.
+    For each prompt, the record's entry `correct` contains the share of right responses to this
+    prompt (avg@k). The record's entry `pass1` is the mean of `correct` and estimates pass@1,
+    whatever the number of samples. The module evaluation/results.py computes pass@k, maj@k and all
+    further figures of the record.
 
     Args:
         judged: the task's verifier, used to find answers that are the same.

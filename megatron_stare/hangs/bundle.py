@@ -72,8 +72,9 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
 
 
 def headline(facts: Facts) -> str:
-    """Returns a headline such as `step 12, update: 94 s of at most 31 s`. The headline names the
-    step, the phase, the seconds without progress, and the phase's time limit."""
+    """Returns a headline that names the step, the phase, the seconds without progress, and the
+    phase's time limit. For example, the headline `step 12, update: 94 s of at most 31 s` reports 94
+    seconds without progress in a phase whose time limit is 31 seconds."""
     beat = facts.beat
     done = f", {beat.done} of {beat.total} responses" if beat.total else ""
     return (
@@ -101,7 +102,8 @@ def _cut(line: str) -> str:
 
 
 def place(run_dir: Path, beat: Beat) -> Path:
-    """Returns the path of the bundle's folder for a hang in the phase of the heartbeat `beat`."""
+    """Returns the path of the folder for a hang's bundle. The folder's name contains the step and
+    the phase from the heartbeat `beat`."""
     return run_dir / FOLDER / f"step_{beat.step:06d}_{beat.phase.replace(' ', '_')}"
 
 

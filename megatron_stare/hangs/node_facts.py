@@ -8,9 +8,9 @@ interpreter lock. Therefore the separate program py-spy (github.com/benfred/py-s
 from the memory of the process.
 
 NCCL's flight recorder records which collectives each rank has begun and ended. torch's
-ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. A write to the pipe
-TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe" makes a separate thread of the rank dump the
-records. The dump goes to the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org:
+ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. Each rank has a separate thread that
+waits for a message in the pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe". After a message,
+this thread writes the records to the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org:
 torch_nccl_environment_variables). The gloo backend has no flight recorder.
 """
 

@@ -1,11 +1,11 @@
 """Reads facts about a process from Linux's /proc (proc(5)). Most /proc files that this module reads
 never block the reader, whatever the state of the process.
 
-Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. To read one
-of the three exceptions, the kernel takes the lock of the process's memory. A page fault that waits
-for a dead file system may hold the lock of a process's memory. The functions `command`, `pss_bytes`
-and `stuck_at` read these three files, and can therefore block forever. Call these three functions
-only on a thread that can be abandoned.
+Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. For each
+read of one of these three files, the kernel takes the memory lock of process PID. A page fault of
+process PID may hold the memory lock while the page fault waits for a dead file system. The
+functions `command`, `pss_bytes` and `stuck_at` read these three files, and can therefore block
+forever. Call these three functions only on a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def runs_python(pid: int) -> bool:
 
 def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
     """Returns the name of a system call that waits for a file, and the path of the file. Returns
-    None if the system call waits for something else.
+    None if the system call does not wait for a file, or if this function cannot determine the file.
 
     Args:
         call: see `system_call`.

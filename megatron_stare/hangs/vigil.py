@@ -1,5 +1,6 @@
-"""Decides whether a run hangs. Compares the time without progress in the driver's heartbeats with
-the time limit of the current phase.
+"""Decides whether a run hangs. A run hangs if the run makes no progress for longer than the time
+limit of its current phase. The driver's heartbeats report the current phase, its time limit and the
+time of the last progress.
 
 While other programs use the CPUs, the run's processes may wait for a CPU. Time in which the run's
 processes wait for a CPU does not count towards a phase's limit. Ray starts workers with low

@@ -314,7 +314,7 @@ def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
 
 
 def say(text: str) -> None:
-    """Prints to standard error from a thread that can be abandoned. The print can block forever if
+    """Prints to standard error from a thread that can be abandoned. The thread can block forever if
     standard error is a pipe that no process reads."""
 
     def write() -> None:

@@ -180,8 +180,9 @@ class Trainer:
         depends on the memory that model and optimizer leave free. Otherwise, `model.head` names the
         mode.
 
-        The mode is chosen only once and is the same on all ranks, because the log-prob pass and the
-        training pass must use the same mode.
+        The mode is chosen only once, because the log-prob pass and the training pass must use the
+        same mode. All ranks choose the same mode, because the choice depends on the free memory of
+        the rank that has the least free memory.
         """
         asked = self.config.model.head
         if asked != "auto":
@@ -381,7 +382,7 @@ class Trainer:
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
         """Returns two tensors for this rank's N response tokens in the last batch: their indices
-        and their log-probs. The indices number the response tokens in the batch's canonical order.
+        and their log-probs. An index is a response token's position in the batch's canonical order.
 
         Only one rank of each tensor-parallel group of the last stage returns indices and log-probs.
         All other ranks return None.
@@ -392,9 +393,10 @@ class Trainer:
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns the TokenNumbers of the watched samples, from the first epoch of updates on the
-        last batch. Only one rank of each tensor-parallel group of the last stage returns
-        TokenNumbers. All other ranks return an empty list."""
+        """Returns the per-token values (TokenNumbers) of the watched samples in the last rollout
+        batch. The values were recorded in the first epoch of updates on this batch. Only one rank
+        of each tensor-parallel group of the last stage returns TokenNumbers. All other ranks return
+        an empty list."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -535,9 +537,9 @@ class Trainer:
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
-        """Returns the log-probs of a canary batch, and the sums of this rank's tensors. The
-        log-probs and the sums identify the weights and the state that this rank holds. All ranks
-        must call `prove`."""
+        """Returns the log-probs of a canary batch, the sums of this rank's tensors, and the step
+        counts. To verify a loaded checkpoint, the driver compares these numbers with the same
+        numbers of the saved state. All ranks must call `prove`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)

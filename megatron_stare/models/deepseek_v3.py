@@ -3,8 +3,8 @@
 
 Queries are computed from one normed low-rank latent. Keys and values are computed from a second
 low-rank latent. A head's key consists of a part with rotary embeddings and a part without rotary
-embeddings. The part without rotary embeddings comes from the second latent and differs between
-heads. The key part with rotary embeddings is the same for all heads.
+embeddings. Each head has its own key part without rotary embeddings, which is computed from the
+latent of keys and values. The key part with rotary embeddings is the same for all heads.
 """
 
 from __future__ import annotations

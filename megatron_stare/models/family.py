@@ -241,9 +241,10 @@ class ModelFamily:
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
-        """Returns the number of operations for one sequence, divided by the number of operations
-        that the linear layers take for one token. The operations of linear layers grow with the
-        sequence's length, and the operations of attention grow with the square of the length.
+        """Returns the work for one sequence of `length` tokens. The unit of work is the number of
+        operations that the model's linear layers take for one token. The operations of linear
+        layers grow with the sequence's length, and the operations of attention grow with the square
+        of the length.
 
         For hidden size h and length n, a layer's matrices take 24 h^2 operations a token (Q, K, V,
         output and a gated MLP of 8/3 h). Causal attention takes 2 h n operations a token. Attention
@@ -253,9 +254,9 @@ class ModelFamily:
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
-    """Raises DataError if config.json describes two different rotary embeddings. If the keys
-    rope_scaling and rope_parameters describe different embeddings, transformers and servers would
-    use rope_scaling, the older key, and ignore the base in rope_parameters."""
+    """Raises DataError if the keys rope_scaling and rope_parameters of config.json describe two
+    different rotary embeddings. Without this error, transformers and servers would use the older
+    key rope_scaling and ignore the base in rope_parameters."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return

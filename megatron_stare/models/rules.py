@@ -165,10 +165,11 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
     """Splits this rank's shard of a Megatron tensor into blocks, one for each part in rule.sources.
     The Megatron tensor is a weight or a gradient.
 
-    The blocks of one part from all ranks, concatenated along the dimension rule.cut, give the whole
-    part. Blocks are views of the shard, unless Megatron has split a query group over ranks. The
-    rows of a block can span several dimensions, and flattening these dimensions gives the rows in
-    order.
+    To rebuild a part, concatenate the blocks that all ranks return for this part, along the
+    dimension rule.cut. With the layout `replicated`, each block is already the whole part. Blocks
+    are views of the shard, unless Megatron has split a query group over ranks. A block can have
+    several leading dimensions instead of one dimension of rows. Flattening these leading dimensions
+    gives the block's rows in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

@@ -14,9 +14,9 @@ The mode 'materialised' keeps all [n, V] logits in memory. The two chunked modes
 'gradient_in_forward' and 'recompute', keep the logits of only one chunk at a time. Forward and
 backward together need 3 matrix products in the modes 'materialised' and 'gradient_in_forward', and
 4 in the mode 'recompute'. Each matrix product takes n * H * V multiplications. In the chunked
-modes, the gradient of the output layer's weight is summed over the chunks in float32. This module
-computes the gradient with respect to the hidden states only from this rank's vocabulary columns.
-The module megatron/model/head.py sums the hidden states' gradient over the ranks of the
+modes, the gradient of the output layer's weight is summed over the chunks in float32. For the
+gradient with respect to the hidden states, this module sums only over this rank's vocabulary
+columns. The module megatron/model/head.py then sums this gradient over the ranks of the
 tensor-parallel group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
@@ -325,8 +325,8 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if the difference between `used` and `slope` exceeds rounding. Such a
-    difference shows that the loss couples tokens. On a GPU, the error is raised at the next
+    """Raises RuntimeError if `used` and `slope` differ by more than rounding errors can explain.
+    Such a difference shows that the loss couples tokens. On a GPU, the error is raised at the next
     synchronisation.
 
     Args:

@@ -79,15 +79,15 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """Returns a copy of `whole`, the statistics of the whole batch, for the log. In the copy, a
-    summary over the micro-batches replaces each selection threshold and each quantile of the whole
-    batch.
+    """Returns a copy of `whole`, the statistics of the whole batch, for the log. The copy does not
+    contain the selection thresholds and quantiles of the whole batch. Instead, the copy contains
+    summaries of the thresholds and quantiles of the micro-batches.
 
     The numbers of selected tokens are summed over the micro-batches. Thresholds and quantiles are
-    averaged over the micro-batches that have a value. An averaged threshold is only logged and
-    never selects tokens, so its field `key` is 0. `group` and `micro_batch_group` mean the same as
-    in `gather_by_micro_batch`. If several ranks hold tokens of the same micro-batches, only the
-    first of these ranks adds its values to the summary.
+    averaged over the micro-batches that have a value. In an averaged Threshold, the field `key` is
+    set to 0, because an averaged Threshold is only logged and never used to select tokens. `group`
+    and `micro_batch_group` mean the same as in `gather_by_micro_batch`. If several ranks hold
+    tokens of the same micro-batches, only the first of these ranks adds its values to the summary.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

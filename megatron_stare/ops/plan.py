@@ -21,8 +21,8 @@ class PlanRules:
 
     `data_parallel`: number of data-parallel ranks. Each data-parallel rank takes different samples.
     `budget`: largest number of tokens in a micro-batch, including padding.
-    `packed`: if True, the sequences of a micro-batch are concatenated. If False, sequences are
-        right-padded to the longest sequence of the micro-batch.
+    `packed`: if True, the sequences of a micro-batch are concatenated. If `packed` is False, each
+        sequence is right-padded to the length of the micro-batch's longest sequence.
     `multiple`: every rank's number of micro-batches is a multiple of `multiple`. For virtual
         pipelines, `multiple` is the number of stages.
     `each`: number of tokens. The length of every sequence is padded to a multiple of this number.

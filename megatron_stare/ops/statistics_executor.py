@@ -11,7 +11,8 @@ all-reduced over the ranks. Keys are neither gathered from other ranks nor compa
 lists, and the host never waits for the device. Because all keys differ, there are no ties, and the
 same tokens are selected in every layout.
 
-Shape legend: S selections that are answered together, N positions that this rank holds.
+Shape legend: S selections whose keys `kth_largest` finds in one call, N positions that this rank
+holds.
 """
 
 from __future__ import annotations

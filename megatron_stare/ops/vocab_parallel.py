@@ -240,9 +240,9 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     z_target of every row, and possibly q and u. One all-gather exchanges 16 or 24 bytes per token
     and rank. The returned m is 0 for a row whose maximum is not finite.
 
-    The combination and all later computations use float64. In float32, the sums would have twice
-    the rounding error. The cost of float64 is small, because each of these tensors has only one
-    element per row and rank.
+    The combination and all later computations use float64. With float32 instead, the rounding error
+    of the sums would be twice as large. The cost of float64 is small, because each of these tensors
+    has only one element per row and rank.
     """
     group = problem.group
     if group is None or group.size() == 1:

@@ -33,11 +33,13 @@ LEAST = 5  # fewest steps for a median
 class Seen:
     """Measured time of one phase in one run, and the two terms of the time model for this phase.
 
-    `ideal`: first term of the model, before it is multiplied by `inverse`. The unit of `ideal` is
-        seconds, or bytes for the weight sync.
-    `other`: second term of the model, in seconds, before it is multiplied by `times`.
-    `seconds`: measured seconds of the phase, minus the part of the predicted time that has no
-        fitted coefficient. Above 0.
+    `ideal`: first term of the time model, before the multiplication by the coefficient `inverse`.
+        The unit of `ideal` is seconds, or bytes for the weight sync.
+    `other`: second term of the time model, in seconds, before the multiplication by the coefficient
+        `times`.
+    `seconds`: measured seconds of the phase, minus the predicted seconds of communication and
+        offloading (`Work.fixed`), because these seconds are not fitted. Nothing is subtracted for
+        the rollout phase. The result is above 0.
     """
 
     ideal: float
@@ -50,12 +52,12 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     Returns the pair of coefficients (`inverse`, `times`) with the smallest sum of squared relative
     errors.
 
-    Both coefficients are at least 0. The two coefficients can be told apart only if the runs differ
-    enough: the largest ratio `other` / `ideal` of a run must be at least `APART` times the
-    smallest. Otherwise, for example with a single run, `times` is 0. If the returned `times` is
-    above 0, the returned `inverse` is not below the argument `least`. If the returned `times` is 0,
-    the returned `inverse` can be below the argument `least`. Such a small `inverse` means that the
-    runs were faster than the GPU's peak rate.
+    Both coefficients are at least 0. Each run has a ratio `other` / `ideal`. The two coefficients
+    can be told apart only if the largest ratio of all runs is at least `APART` times the smallest
+    ratio. Otherwise, for example with a single run, `times` is 0. If the returned `times` is above
+    0, the returned `inverse` is not below the argument `least`. If the returned `times` is 0, the
+    returned `inverse` can be below the argument `least`. Such a small `inverse` means that the runs
+    were faster than the GPU's peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))

@@ -19,8 +19,8 @@ from megatron_stare.errors import ConfigError, DataError, unknown_name
 class Gpu:
     """A kind of GPU.
 
-    `memory`: bytes of memory according to the data sheet. The GPU's driver reports a slightly
-        larger number.
+    `memory`: bytes of memory according to the data sheet. The GPU's driver reports slightly more
+        bytes than the data sheet.
     `flops`: dense bfloat16 FLOP/s.
     `bandwidth`: memory bandwidth, bytes/s.
     `link`: bandwidth to the other GPUs of the node, bytes/s in one direction. Data sheets give the
@@ -85,14 +85,16 @@ def named(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of the time model: the shares of a GPU's peak rates that a run reaches, and
-    further rates and times.
+    """Coefficients of the model that predicts the time of a step. Each coefficient whose name ends
+    in `_mfu` or `_efficiency` is the share of a GPU's peak rate that a run reaches. The other
+    coefficients are times, or rates in bytes/s.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
     `log_prob_moves`, `update_moves`: time of the operations other than matrix products, per token
-        and layer. The unit is the time to move one hidden state through memory at full bandwidth.
-        If `log_prob_moves` or `update_moves` is 0, log_prob_mfu or update_mfu covers the other
-        operations too.
+        and layer. The value 1 stands for the time that a GPU needs to move one hidden state through
+        its memory at full bandwidth. If `log_prob_moves` is 0, `log_prob_mfu` also accounts for the
+        time of operations other than matrix products. The same rule applies to `update_moves` and
+        `update_mfu`.
     `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.
     `decode_efficiency`: share of memory bandwidth that decoding reaches.
     `decode_layer_s`: seconds that each layer adds to a decoding step, whatever the batch size. If
@@ -174,8 +176,8 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
     """Returns a copy of `start`, updated with the coefficients in `found`. Raises ConfigError if a
-    share of the GPU's peak is above 1. A share above 1 means that the run used a faster GPU than
-    the named GPU."""
+    coefficient in `found` is a share of the GPU's peak rate and is above 1. In this case the run
+    must have used a faster GPU than the GPU that the user named."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

@@ -128,9 +128,9 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 def distance(base: Config, other: Config) -> float:
     """Returns the distance between two layouts. The distance is a sum over settings. If the two
     layouts' values of a parallel size differ by a factor of 2^n, this size adds n to the distance.
-    If the two layouts' micro-batch sizes differ by a factor of 2^n, the micro-batch size adds n/2
-    to the distance. If the layouts differ in the kind of recomputation, or in whether the optimizer
-    is distributed, each of these differences adds 1."""
+    If the two layouts' micro-batch sizes differ by a factor of 2^n, the distance grows by n/2. If
+    the layouts use different kinds of recomputation, the distance grows by 1. If the optimizer is
+    distributed in only one of the layouts, the distance also grows by 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

@@ -21,12 +21,14 @@ WARM_UP, COUNTED = 50, 100  # simulated steps to skip, and to average over
 
 @dataclass(frozen=True)
 class PartialFlow:
-    """Averages over the simulated steps or rounds of a run with partial rollouts.
+    """Result of the simulation of a run with partial rollouts. Every field is an average over
+    simulated steps or over simulated rounds.
 
     `rounds`: rounds per step.
     `growing`: number of responses that get new tokens in a round.
     `continued`: number of incomplete responses that a step takes over from the previous step.
-    `carried`: total number of tokens that a step takes over in incomplete responses.
+    `carried`: total number of tokens in the incomplete responses that a step takes over from the
+        previous step.
     `held`: total number of tokens in the growing responses at the end of a round.
     """
 

@@ -81,8 +81,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Returns the number of matrix entries, summed over all layers, that one token's hidden states
-    are multiplied with. The matrices are the projections, the router and the feed-forward part."""
+    """Returns the number of matrix entries by which all layers together multiply the hidden states
+    of one token. The matrices are the projections, the router and the feed-forward part."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -127,12 +127,13 @@ class Lengths:
 class Work:
     """The work of a phase, from which the phase's time is predicted.
 
-    `ideal`: seconds at the peak rate. The prediction divides `ideal` by the share of the peak rate
-        that the run reaches. For the weight sync, `ideal` is the number of bytes, and the
-        prediction divides it by the bytes per second.
+    `ideal`: seconds at the peak rate, including the pipeline's idle time. The prediction divides
+        `ideal` by the share of the peak rate that the run reaches. For the weight sync, `ideal` is
+        the number of bytes of the weights. The prediction divides this number by the speed of the
+        weight sync in bytes per second.
     `fixed`: seconds that are added to the prediction unchanged.
-    `moved`: seconds that the ranks need to move the hidden states of all tokens and all layers
-        through memory once. A token has one hidden state per layer. The prediction multiplies
+    `moved`: seconds that the ranks need to move every hidden state through memory once, including
+        the pipeline's idle time. A token has one hidden state per layer. The prediction multiplies
         `moved` by the number of hidden states that the phase moves per token and layer.
     """
 
@@ -458,9 +459,8 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
 def _moved(
     config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
 ) -> float:
-    """Returns the seconds that the ranks need to move the hidden states of all tokens and all
-    layers through memory once. A token has one hidden state per layer. All ranks move hidden states
-    in parallel."""
+    """Returns the seconds that the ranks need to move every hidden state through memory once. A
+    token has one hidden state per layer. All ranks move hidden states in parallel."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 

@@ -24,7 +24,8 @@ LOST_SHOWN = 4  # lost nodes in a message; an old cluster remembers many
 
 
 class PlacementError(UserError):
-    """Error for a layout that needs GPUs or nodes that the cluster does not have or has lost."""
+    """Raised if the cluster cannot provide the GPUs or nodes that a layout needs, for example
+    because a node was lost."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ class Demand:
         """Returns how many replica parts fit on a node. The node has `free` free GPUs and gets
         `ranks` trainer ranks.
 
-        If `shared` is set, replica parts use the GPUs of the node's ranks. Otherwise they use the
-        node's free GPUs that get no rank. A node takes at most one part of a replica that spans
+        If replicas share GPUs with the trainer (`shared`), the replica parts on a node use the GPUs
+        of the trainer ranks on this node. Otherwise the replica parts use the node's free GPUs to
+        which no trainer rank is assigned. A node takes at most one part of a replica that spans
         several nodes.
         """
         if not self.replica_gpus:
@@ -316,8 +318,8 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """Returns the smallest number of equal parts into which `gpus` can be divided. A part must not
-    have more GPUs than `most`."""
+    """Divides `gpus` GPUs into as few equal parts as possible, such that each part has at most
+    `most` GPUs. Returns the number of parts."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )

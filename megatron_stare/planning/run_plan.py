@@ -58,8 +58,9 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def bar(budget: Budget, phase: str) -> str:
-    """Draws a phase's memory as a bar with one letter per item. If the phase needs more memory than
-    the GPU has, the bar continues after its closing bracket."""
+    """Draws a phase's memory as a bar with one letter per item. The space between the brackets `[`
+    and `]` stands for the GPU's memory. If the phase needs more memory than the GPU has, the bar
+    continues to the right of `]`."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH

@@ -9,12 +9,12 @@ to 1 as possible and satisfy the equation
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P.
 
-W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no weights in these ranges
-satisfy the equation, the weights for which its left side comes closest to the right side are
-suggested. These weights may still let the entropy fall. If the weights let the entropy fall and G+
-is so near to 0 that the sign of G+ is uncertain, AMPLIFY_MAX is suggested for W. A large W raises
-the entropy if G+ is in truth positive. benchmarks/laboratory/held_out.py compares the suggestions
-with a sweep.
+W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no allowed W and M satisfy
+the equation, the module suggests the allowed W and M that bring the two sides of the equation
+closest together. The forecast may say that the entropy still falls with these weights. In this
+case, if G+ is also so near to 0 that the sign of G+ is uncertain, the module suggests AMPLIFY_MAX
+for W. A large W raises the entropy if G+ is in truth positive. benchmarks/laboratory/held_out.py
+compares the suggestions with a sweep.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def suggest(facts: Facts) -> Suggestion:
 
 def _nearest(plus: float, minus: float, demand: float) -> tuple[float, float]:
     """Returns the W and M nearest to 1 for which the sum (W - 1) G+ + (M - 1) G- equals `demand`.
-    If no W and M within the bounds reach `demand`, returns the W and M whose sum comes closest to
-    `demand`.
+    If the sum is below `demand` for all W and M within their bounds, returns the W and M that give
+    the largest sum.
 
     Args:
         plus: G+, at least 0.

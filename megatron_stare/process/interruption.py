@@ -1,14 +1,14 @@
 """Ends a command in an orderly way after a signal. The main thread receives the signal, and the
 driver's thread stops when it next polls for signals.
 
-`on_driver_thread` runs a command on a separate thread. The main thread only records a signal. The
-driver's thread raises KeyboardInterrupt at its next `poll`. No exception is raised between polls.
-KeyboardInterrupt is therefore never raised in three places: in a destructor, which would swallow
-it, in library code that holds a lock, and while Ray starts. Signals do not interrupt the shutdown
-of processes.
+`on_driver_thread` runs a command on a separate thread. When a signal arrives, the main thread
+records the signal, but does not raise an exception. The driver's thread raises KeyboardInterrupt at
+its next `poll`. No exception is raised between polls. KeyboardInterrupt is therefore never raised
+in three places: in a destructor, which would swallow it, in library code that holds a lock, and
+while Ray starts. Signals do not interrupt the shutdown of processes.
 
 While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
-Before the run closes, it can save the state after its last complete step. While responses are
+Before the run closes, the run can save a checkpoint of its last complete step. While responses are
 sampled, the first SIGINT or SIGTERM ends the run immediately. SIGUSR1 ends the run after the
 current step. If the run has not ended `grace_s` seconds after SIGINT or SIGTERM, it ends at its
 next poll, even within a step. `makes_steps` sets `grace_s`. A second Ctrl-C immediately ends the
@@ -211,7 +211,7 @@ class Interruption:
     def guard(self, on: bool) -> None:
         """Makes the main thread restore the signal handlers of this process. If `on` is True, the
         main thread restores the handlers repeatedly until `guard(False)` is called. If `on` is
-        False, the main thread restores the handlers one more time and then stops."""
+        False, the main thread restores the handlers one last time and then ends the repetition."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -268,8 +268,8 @@ _current = Interruption()
 def on_driver_thread(
     body: Callable[[Interruption], int], last_words: Callable[[Interruption], str]
 ) -> int:
-    """Runs a command on a separate thread while the calling main thread handles SIGINT, SIGTERM and
-    SIGUSR1.
+    """Runs a command on a new thread, the driver's thread. Meanwhile, the main thread handles
+    SIGINT, SIGTERM and SIGUSR1.
 
     If the process already ignores a signal, for example because of nohup or a shell's `&`, the
     process continues to ignore this signal. If the caller is not the main thread, the command runs
@@ -389,8 +389,8 @@ def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption]
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    """Returns the descendants of a process, parents before children. Leaves out processes that exit
-    together with their parent, and the descendants of these processes."""
+    """Returns the descendants of a process, parents before children. Leaves out every process that
+    exits by itself when its parent ends. Also leaves out all descendants of such a process."""
     found, ahead = [], deque([process])
     while ahead:
         with contextlib.suppress(psutil.Error):
@@ -483,8 +483,8 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if a signal or --stop-after ends the run, and the run can still save the state
-    after its last complete step."""
+    """Returns True if a signal or --stop-after ends the run, and the run can still save a
+    checkpoint of its last complete step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 

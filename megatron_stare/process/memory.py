@@ -2,13 +2,13 @@
 
 `tree_pss_bytes` sums the memory of the driver and all its child processes, for the metric
 memory/tree_pss_gb. The sum uses the proportional set size (Pss). If n processes share a page, such
-as a page of libtorch or of Ray's object store, the page counts as 1/n in the Pss of each process.
-The sum of the processes' resident sizes would count the page n times.
+as a page of libtorch or of Ray's object store, the page counts as 1/n in the Pss of each process. A
+sum of the processes' resident sizes would instead count each shared page once per process.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
-collector. A full collection in the middle of a step visits every object that is not hidden. The
-libraries torch and transformers create a few hundred thousand such objects. While one rank collects
-garbage, all other ranks wait for it.
+collector. A full garbage collection in the middle of a step visits every object that `freeze` has
+not hidden. The libraries torch and transformers create a few hundred thousand such objects. While
+one rank collects garbage, all other ranks wait for it.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
 the memory. By default glibc returns freed memory to the kernel. When the process allocates memory

@@ -1,5 +1,5 @@
-"""Finds the addresses of network interfaces and free ports on this machine, and checks whether a
-program listens at an address."""
+"""Finds this machine's network addresses and free TCP ports. Checks whether a program listens at an
+address."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def reserve_port(host: str, ports: Sequence[int]) -> int:
 def reserved(address: str) -> socket.socket | None:
     """Returns the bound socket of `address`, a host:port that this process reserved with
     `reserve_port`. The caller then owns the socket. Returns None if this process did not reserve
-    `address`. If this process reserved another address, the port of the other address is
-    released."""
+    `address`. If this process has reserved a different address, the function releases the port of
+    that address."""
     found = [held for kept, held in _reserved if kept == address]
     _reserved.clear()
     return found[0] if found else None

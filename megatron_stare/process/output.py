@@ -3,8 +3,8 @@
 Ray keeps its own output files in each node's /tmp, and these files vanish with the node. The driver
 therefore chooses a folder in the run directory, and passes the path of this folder to the workers
 in an environment variable. Every rank and engine that Ray hosts appends its stdout and stderr to
-its own file in this folder. When an engine's server ends, the engine appends the last part of the
-server's log to the server's own file.
+its own file in this folder. When the server of an engine ends, the engine appends the last part of
+the server's log to a further file in this folder. Every server has its own file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def carried_output() -> dict[str, str]:
 
 
 def keep_own_output(role: str) -> Path | None:
-    """Appends stdout and stderr of this process to a file. Processes that this process starts write
-    to the same file.
+    """Appends stdout and stderr of this process to a file. Child processes also write to this file,
+    because they inherit stdout and stderr.
 
     Args:
         role: determines the name of the file. For example, the file of "training ranks 3" is

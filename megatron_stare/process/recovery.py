@@ -2,8 +2,8 @@
 restart in the run directory.
 
 The driver uses this module to reopen a run after a worker was lost. The supervisor (supervision.py)
-uses this module to restart the driver. Because of the supervisor, this module must not import torch
-or any other library that only training needs.
+uses this module to restart the driver. This module must not import torch or any other library that
+only training needs, because the supervisor must run without these libraries.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class RecoveryRule:
 class Attempts:
     """Counts the restarts of one run within one process.
 
-    If `attempts` restarts of the run are counted, the run is not restarted again. A restart is no
-    longer counted once the run is `window_steps` steps beyond the furthest step that the run had
-    reached before this restart. Repeated steps are therefore no progress. A run that always dies
-    before its next checkpoint only repeats steps. All restarts of such a run stay counted, so the
-    run is restarted at most `attempts` times.
+    If `attempts` restarts of the run are counted, the run is not restarted again. For each restart,
+    this class stores the furthest step that the run had reached before the restart. When the run is
+    `window_steps` steps beyond the stored step, the restart is no longer counted. Repeated steps
+    are therefore no progress. A run that always dies before its next checkpoint only repeats steps.
+    All restarts of such a run stay counted, so the run is restarted at most `attempts` times.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:

@@ -33,9 +33,9 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
     """Returns the path of a config file. First looks for `path` in the folder `beside`. If this
-    folder contains no such file, looks for a shipped config with this path. If there is no such
-    config either, returns the path in `beside`. The path of a shipped config may omit the leading
-    `configs/`."""
+    folder contains no such file, looks for a shipped config with this path. If neither place
+    contains the file, returns the path that the file would have in the folder `beside`. The path of
+    a shipped config may omit the leading `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()

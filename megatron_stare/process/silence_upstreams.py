@@ -40,9 +40,9 @@ def quiet_upstreams() -> None:
     """Silences messages of upstream libraries in this process. Call this function before the
     process imports these libraries. Forked processes inherit the filters.
 
-    When megatron-core is imported, it warns about missing CUDA libraries. After the import,
-    megatron-core also warns about operations that would be faster with the missing libraries. The
-    transformers library shows progress bars even for files that load instantly.
+    When megatron-core is imported, it warns about missing CUDA libraries. Later, megatron-core also
+    warns when it runs an operation that would be faster if a missing CUDA library were installed.
+    The transformers library shows progress bars even for files that load instantly.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -56,9 +56,9 @@ class TimeLimit:
         self._step_begun: float | None = None
 
     def begin_steps(self) -> None:
-        """Starts a session's steps. A new session begins whenever the run is opened again after a
-        loss. The time between the last step of one session and the first step of the next session
-        does not count as a step time."""
+        """Starts a session's steps. A new session begins whenever the run is reopened after a
+        rollback, or after a worker or an engine was lost. The time between the last step of one
+        session and the first step of the next session does not count as a step time."""
         self._step_begun = None
 
     def begin_step(self) -> None:

@@ -96,7 +96,8 @@ def _cpu_info() -> str:
 
 
 def origin() -> dict[str, str]:
-    """Returns the date, the host, and the version of the code that computes a run's numbers.
+    """Returns the current date and time, the name of this host, and the installed version of this
+    package.
 
     The keys are `date` (local time with its offset, ISO 8601), `host`, `version` and, in a git
     checkout, `commit`. The value of `commit` ends in `+changes` if tracked files differ from the

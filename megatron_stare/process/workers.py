@@ -42,8 +42,8 @@ class Workers(ABC):
     ) -> list[Any]:
         """Returns the results in the order of `handles`, or raises a worker's error.
 
-        When a call finishes, `on_done` is called with the index of the call's handle in `handles`.
-        `timeout_s` is the longest wait for the next result, in seconds. None: the usual limit.
+        When the call with the handle `handles[i]` finishes, `wait` calls `on_done(i)`. `timeout_s`
+        is the longest wait for the next result, in seconds. None: the usual limit.
         """
 
     @abstractmethod

@@ -44,8 +44,8 @@ class Quantile:
     is not an integer, `interpolation` determines the quantile in the same way as in numpy. The
     interpolation 'nearest' rounds a position halfway between two integers to the even integer.
     Callers must convert `x` to float32 before they compare `x` with the quantile. The conversion to
-    float32 can round a value up. A quantile can therefore be larger than the unconverted value of
-    `x` from which the quantile was computed.
+    float32 can round a value of `x` up. If the quantile equals such a rounded value, the quantile
+    is larger than the original value of `x`.
     """
 
     x: Tensor  # [N]
@@ -56,9 +56,9 @@ class Quantile:
 
 @dataclass(frozen=True)
 class SegmentSum:
-    """Request for `number` sums of `x` in float64, one for each segment. The sum of a segment
-    covers the positions of the segment at which `mask` is True. The sum of a segment without
-    positions in `mask` is 0."""
+    """Request for the sum of `x` over each segment, computed in float64. `number` is the number of
+    segments. The sum of a segment covers the positions of the segment at which `mask` is True. The
+    sum of a segment without positions in `mask` is 0."""
 
     x: Tensor  # [N]
     segment: Tensor  # [N] int64 in [0, number)
@@ -121,7 +121,8 @@ Statistics = dict[str, Tensor | Threshold]
 
 
 def scalar(statistics: Statistics, name: str) -> Tensor:
-    """Returns the 0-dim answer to a Mean, Sum, Max, Count or Quantile."""
+    """Returns the answer to the request `name`, a 0-dim tensor. The request must be a Mean, Sum,
+    Max, Count or Quantile."""
     return tensor(statistics, name)
 
 

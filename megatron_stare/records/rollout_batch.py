@@ -196,8 +196,9 @@ class RolloutBatch(_Columns):
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
         """Returns the parts of columns that belong to the branches in `branches`. The keys of the
         returned dict are the columns' names. The dict covers the columns with one entry per token.
-        The dict also covers the columns with one entry per run of tokens. A run of tokens is a
-        sequence of consecutive tokens with the same weight version."""
+        The dict also contains the columns `run_versions` and `run_lengths`. These two columns have
+        one entry per sequence of consecutive tokens that were sampled with the same weight
+        version."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
@@ -304,9 +305,9 @@ class RankShare(_Columns):
     branched: Branches | None = None  # None: every sample is one branch, after its prompt
 
     def starts(self, lengths: Tensor) -> Tensor:
-        """[S] int64: for each of the rank's branches, the index of its first entry in a column of
-        this share; 0 for branches of other ranks. `lengths` [S] contains, for each branch, its
-        number of entries in this column."""
+        """[S] int64: for each branch of the batch, the index of the branch's first entry in a
+        column of this RankShare. The index is 0 for branches that belong to other ranks. `lengths`
+        [S] contains each branch's number of entries in this column."""
         own = lengths[self.own]
         return torch.zeros_like(lengths).index_copy_(0, self.own, own.cumsum(0) - own)
 

@@ -5,7 +5,7 @@ Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
 (`megatron/step/diagnostics.py`). The TokenNumbers of one rank is called a part. The driver joins
 the parts, and attaches the values of each response to the response's trajectory.
 
-Shape legend: n tokens of one response, m tokens of a part.
+Shape legend: n tokens of one response; m tokens in the part that one rank makes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def of_responses(
 
 def spread(size: int, limit: int) -> list[int]:
     """Picks at most `limit` of `size` samples, at even distances, so that they come from as many
-    prompts as possible. The first `limit` samples of a batch would come from few prompts. Returns
-    the indices of the picked samples."""
+    prompts as possible. In a batch, the samples of a prompt follow one another. The first `limit`
+    samples of a batch therefore come from few prompts. Returns the indices of the picked
+    samples."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

@@ -73,8 +73,8 @@ class UpdateResult:
 
     @property
     def empty(self) -> bool:
-        """Returns True if no optimizer step was taken because no token of the mini-batch carried
-        loss."""
+        """Returns True if the mini-batch had no token that carried loss. In this case no optimizer
+        step was taken."""
         return bool(self.metrics["update/empty"])
 
     @property
@@ -100,8 +100,9 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
     If a metric is a maximum, the result is the maximum over the updates. Counts of tokens are
     summed. Any other metric is averaged over the updates that report it. The average leaves out
-    updates on empty mini-batches and updates whose scaled gradient overflowed, unless only such
-    updates report the metric. Only the first update reports the metrics of the rollout batch.
+    updates on empty mini-batches, and updates whose scaled gradient overflowed. If only such
+    updates report a metric, the average covers these updates. Only the first update reports the
+    metrics of the rollout batch.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite
@@ -136,9 +137,9 @@ def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
     """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
-    is the number of consecutive non-finite updates before the training step. Updates on empty
-    mini-batches and updates whose scaled gradient overflowed do not change this number, because an
-    empty mini-batch has no gradient, and an overflow only requires a smaller loss scale.
+    is the number of consecutive non-finite updates before the training step. An update on an empty
+    mini-batch has no gradient and is therefore ignored. An update whose scaled gradient overflowed
+    is also ignored, because the overflow only requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

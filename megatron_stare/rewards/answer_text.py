@@ -127,8 +127,9 @@ def quotient(text: str) -> Fraction | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Returns the exact value of a number in digits or of a fraction of two integers. Returns None
-    for any other text, and for a number whose decimal exponent is above 100 or below -100."""
+    """Returns the exact value of a text that is a number in digits, such as 0.5, or a fraction of
+    two integers, such as 1/2. Returns None for any other text, and for a number whose decimal
+    exponent is above 100 or below -100."""
     if (value := number(text)) is not None:
         return Fraction(value) if not value or abs(value.adjusted()) <= _DIGITS else None
     return quotient(text)

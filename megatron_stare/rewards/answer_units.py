@@ -297,8 +297,8 @@ _FACTOR = re.compile(r"([A-Za-z]+)\s*(?:\^?\s*\{?\s*([+-]?\d)\s*\}?)?")
 
 
 def _symbols(text: str) -> tuple[str, Fraction] | None:
-    r"""Returns the kind and the size of a unit in symbols, such as kg m^2/s or W m^{-2}. Returns
-    None if the text is not a unit."""
+    r"""Parses a unit that is written in symbols, such as kg m^2/s or W m^{-2}. Returns the unit's
+    kind and size (see `Quantity`). Returns None if the text is not a unit."""
     text = (
         re.sub(r"\\(?:cdot|times)(?![A-Za-z])|[~*]|\\[,;:! ]", " ", text)
         .replace("\\mu", "u")

@@ -1,6 +1,7 @@
-"""Runs math-verify without the changes that the verifier `math` makes, for comparison with `math`.
-The response needs no box. math-verify can therefore take any number in the response for the
-answer."""
+"""Implements the verifier `math_verify`, which passes responses to math-verify unchanged. The
+verifier `math` first rewrites notations that math-verify misreads. `math_verify` exists so that
+users can compare `math` with plain math-verify. The response needs no box. math-verify can
+therefore take any number in the response for the answer."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def pack(message: Any) -> bytes:
-    """Serializes one message as a length prefix and JSON text in ASCII. A text can contain a lone
-    surrogate from decoding. UTF-8 cannot encode such a character, but JSON in ASCII writes it as an
-    escape sequence."""
+    """Serializes one message as a length prefix and JSON text in ASCII. A decoded text can contain
+    a lone surrogate, which is one half of a UTF-16 pair without the other half. UTF-8 cannot encode
+    such a character, but JSON in ASCII writes it as an escape sequence."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 

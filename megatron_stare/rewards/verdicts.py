@@ -62,7 +62,8 @@ class _Desk:
         await asyncio.gather(self._served, return_exceptions=True)
 
     async def _serve(self) -> None:
-        """Assigns answers to workers and delivers their verdicts, until the task is cancelled.
+        """Assigns answers to workers, and delivers the verdict on each answer to its caller. Runs
+        until the task is cancelled or an error occurs.
 
         Wakes up when an answer is added, when a worker sends a message, or when a worker exceeds
         its time limit. If `_serve` fails with an error, all callers that wait for a verdict receive
@@ -158,9 +159,9 @@ class Verdicts:
     async def of_group(
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> list[Verdict]:
-        """Waits for the verdicts on all responses to a prompt and returns the verdicts, as `of`
-        does for one response. If the group fails as a whole, each of its responses counts as a
-        failure."""
+        """Waits until all responses to a prompt have verdicts, and returns these verdicts. The
+        method `of` does the same for a single response. If the group fails as a whole, each of its
+        responses counts as a failure."""
         self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
@@ -168,9 +169,10 @@ class Verdicts:
     def given(
         self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
     ) -> Verdict:
-        """Makes a Verdict from a reward that came from the environment instead of a verifier.
-        Counts the new Verdict like a Verdict from the verifier. Returns the new Verdict. Raises
-        TooManyFailuresError under the same condition as the method `of`."""
+        """Makes a Verdict from a reward that came from the environment instead of a verifier. If
+        `status` is "timeout" or "crash", the new Verdict counts as a failure, as it would if it
+        came from the verifier. Returns the new Verdict. Raises TooManyFailuresError under the same
+        condition as the method `of`."""
         self._asked += 1
         return self._take(Verdict(reward, status, detail))
 

@@ -258,8 +258,9 @@ def _check_signature(verify: Verifier, name: str) -> None:
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Returns True if a function can be called with a response and an answer. If the function has a
-    keyword-only parameter `columns`, the tested call includes `columns`. A function with a
+    """Returns True if a function can be called with a response and an answer. The check reads the
+    function's signature, and does not call the function. If the function has a keyword-only
+    parameter `columns`, the check assumes that the caller also passes `columns`. A function with a
     parameter `completions` is rejected."""
     try:
         signature = inspect.signature(verify)

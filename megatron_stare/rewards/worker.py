@@ -10,8 +10,9 @@ n, "answer": text} or {"error": text}. For a group, every later message is a lis
 reward object or error object per response.
 
 The verifier runs in the main thread, because Python runs signal handlers only in the main thread. A
-second thread only reads messages from the parent. When the parent ends or closes the socket, the
-second thread kills the worker's process group, even if the verifier hangs.
+second thread only reads messages from the parent. When the parent closes the socket, or when the
+parent process ends, the second thread kills the worker's process group. The second thread can do
+this even if the verifier hangs.
 """
 
 from __future__ import annotations
@@ -128,10 +129,11 @@ def users_line(error: BaseException) -> str:
     """Returns a text '(file:line, in function)' that names the line of the user's code that led to
     an error. Returns '' if the traceback contains only code of this project.
 
-    The line is that of the innermost frame outside this project and outside installed libraries. If
-    json raises an error, for example, the user needs the line that passed invalid text to json, not
-    a line inside json. If the traceback has no such frame, because the verifier itself is part of
-    an installed library, the line is that of the outermost frame outside this project.
+    The text names the line of the innermost frame outside this project and outside installed
+    libraries. For example, if a call of the library json raises an error, the text names the line
+    of the user's code that calls json, and not a line inside json. If the traceback has no such
+    frame, because the verifier itself is part of an installed library, the text names the line of
+    the outermost frame outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)

@@ -1,8 +1,8 @@
 """Converts trajectories to the records of rollout files, such as `rollouts/step_000010.jsonl`.
 Reads rollout files as `SampledResponse` objects.
 
-docs/runs.md describes the format. Reading a rollout file needs neither torch nor a tokenizer, so
-that the report works without both.
+docs/runs.md describes the format. The functions that read rollout files need neither torch nor a
+tokenizer. The report can therefore be made where torch is not installed.
 
 Shape legend: n is the number of tokens of a response.
 """
@@ -30,7 +30,8 @@ NOT_TRAINED = " "  # in both columns: a token that an environment wrote
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a response, with its numbers from training. Unknown numbers are NaN.
+    """One token of a response, with the token's surprisal, entropy, advantage and weight in
+    training. Unknown numbers are NaN.
 
     `text`: text that the token adds to the response. The text of a special token, such as the stop
         token, is the special token's own string.
@@ -39,11 +40,11 @@ class Token:
     `advantage`: advantage of the token's response.
     `weight`: factor by which the loss multiplies the advantage. The factor includes all effects of
         the method. The weight is NaN if the advantage is 0.
-    `selected`: set that contains the token. "+" stands for L+, the rarest tokens of positive
-        advantage that a method selects. "-" stands for L-, the rarest tokens of negative advantage
-        that a method selects. "p" stands for U+, the low-surprisal tokens of positive advantage.
-        "m" stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. A
-        space marks a token that an environment wrote.
+    `selected`: code of the token set to which the token belongs. "+" stands for L+, the rarest
+        tokens of positive advantage that a method selects. "-" stands for L-, the rarest tokens of
+        negative advantage that a method selects. "p" stands for U+, the low-surprisal tokens of
+        positive advantage. "m" stands for U-, the low-surprisal tokens of negative advantage. "."
+        stands for no set. A space marks a token that an environment wrote.
     `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
         "?" means that the critical surprisal is unknown, because the run made no forecast. A
         space marks a token that an environment wrote.

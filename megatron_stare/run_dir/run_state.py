@@ -396,8 +396,8 @@ def _refuse_without_sums(checkpoint: Path) -> None:
     """Raises DataError for a checkpoint without checksums, unless an earlier release wrote the
     checkpoint.
 
-    Does not raise DataError if the run state is damaged or was written by a newer release, because
-    RunState.read raises DataError in these cases.
+    Ignores a checkpoint whose run state is damaged or was written by a newer release. RunState.read
+    raises DataError for such a checkpoint.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if (

@@ -214,8 +214,9 @@ class Selector:
     def _numbered(
         self, mask: Tensor, rows: Tensor | None, fault: int
     ) -> tuple[Tensor, Tensor, int]:
-        """Returns the index of each token's sequence [B, T], the index of each token [B, T], and
-        the number of sequences."""
+        """Returns two tensors [B, T] and the number of sequences. The first tensor contains the
+        index of each token's sequence. The second tensor contains the index of each token in the
+        padded batch of all ranks."""
         here, device = mask.shape[0], mask.device
         if rows is None:
             rows = torch.arange(here, device=device) + self._rows_before(here, device)

@@ -125,7 +125,8 @@ def loss_changed(config: Any) -> str | None:
 
 
 def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns, for each token, the index of the token's session [N] and the index of the token [N].
+    """Returns two tensors [N] with one entry for each token. The first tensor contains the index of
+    the token's session. The second tensor contains the index of the token in the batch.
 
     Sessions and rows are numbered in the order of their keys. The indices, and the choice among
     tokens of equal surprisal, therefore do not depend on how verl balances the rows.
@@ -263,4 +264,5 @@ class StarePPOTrainerColocateAsync(StareMixin, PPOTrainerColocateAsync):
 
 @register_trainer(f"{PREFIX}separate_async")
 class StarePPOTrainerSeparateAsync(StareMixin, PPOTrainerSeparateAsync):
-    """verl's trainer with rollout on separate GPUs, and with weighted advantages."""
+    """verl's asynchronous trainer with weighted advantages. Rollout and training use separate
+    GPUs."""

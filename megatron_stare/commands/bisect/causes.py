@@ -66,8 +66,9 @@ class LeftOut:
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
     """Returns two lists. The first list contains the changes that can be applied to a run with this
-    configuration and method. The second list contains the causes that none of these changes
-    simulates, each with the reason."""
+    configuration and method. The second list contains the causes that no change in the first list
+    simulates. For each of these causes, the second list gives the reason why there is no such
+    change."""
     kind = resolve_engine(config.rollout.engine)
     found = [
         *_gate(method),
@@ -309,8 +310,8 @@ def draws(method: Method) -> bool:
 
 
 class LateEngine(LocalEngine):
-    """Engine that samples with the previous weights. Like LocalEngine, the engine reports the
-    version of the newest weights, and verifies the newest weights."""
+    """Engine that samples with the previous weights. LateEngine still reports the version of the
+    newest weights and returns checksums of the newest weights, as LocalEngine does."""
 
     # the previous weights
     _before: dict[str, torch.Tensor] | None = None

@@ -3,12 +3,12 @@ metrics of the steps.
 
 `explain` first checks whether the unchanged re-run reproduces the record. If the unchanged re-run
 reproduces the record, `explain` checks whether the record contradicts the configuration. If the
-unchanged re-run does not reproduce the record, `explain` searches for a change whose re-run equals
-the record in more steps than the unchanged re-run. If there is no such change, `explain` searches
-for a change that brings every figure (entropy, agreement and reward) close to the record. If the
-record is still not explained, `explain` checks the harmless changes, such as another layout. A
-harmless change explains the record if the change alters the first step's metrics by more than
-rounding errors.
+unchanged re-run does not reproduce the record, `explain` counts for each re-run the steps before
+the first difference from the record. A change explains the record if its re-run has more such steps
+than the unchanged re-run. If there is no such change, `explain` searches for a change that brings
+every figure (entropy, agreement and reward) close to the record. If the record is still not
+explained, `explain` checks the harmless changes, such as another layout. A harmless change explains
+the record if the change alters the first step's metrics by more than rounding errors.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    `reproduced`: true if the repeated unchanged steps equal the record bit for bit. If the run
-        cannot be repeated bit for bit, `reproduced` is also true if entropy, agreement and reward
-        differ only by the run's noise.
+    `reproduced`: true if the re-run without a change reproduces the record of all steps bit for
+        bit. If the run cannot be repeated bit for bit, `reproduced` is also true if entropy,
+        agreement and reward differ only by the run's noise.
     `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
     `why`: the conclusion in a sentence.
@@ -199,8 +199,9 @@ def explain(
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Tells whether the re-run with a change reproduces all figures of the run's record. `departs`
-    contains the names of the figures that the unchanged re-run does not reproduce."""
+    """Tells whether the re-run with a change reproduces the entropy, the agreement and the reward
+    in the run's record. `departs` contains the names of the figures (entropy, agreement or reward)
+    that the unchanged re-run does not reproduce."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:

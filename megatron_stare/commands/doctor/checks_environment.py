@@ -92,8 +92,9 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 
 
 def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
-    """Compares the run's value of a variable in AGREED with the shell's value. The two values must
-    agree if the run attaches to servers that it did not start.
+    """Checks an environment variable that AGREED lists. Compares the value that the run sets for
+    the variable with the value of the variable in the shell. The two values must agree if the run
+    attaches to servers that it did not start.
 
     Processes that the run starts get the run's value of the variable. A server that the run did not
     start is assumed to have the shell's value of the variable.

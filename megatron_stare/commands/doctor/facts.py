@@ -1,5 +1,5 @@
 """Collects facts about one machine. Other modules check these facts. The facts are versions,
-limits, devices, environment variables and the capabilities of a folder."""
+limits, devices, environment variables and the results of testing a folder."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _shared_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FolderSeen:
-    """Capabilities of a folder, as a test found them.
+    """Results of testing a folder.
 
     `renames`: true if a renamed folder immediately appears under its new name.
     `locks`: true if a second process cannot take a lock that another process holds.

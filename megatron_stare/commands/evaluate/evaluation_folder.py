@@ -82,7 +82,9 @@ class EvaluationFolder:
             ) from error
 
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the new content of evaluation.json, which is the old content plus new tasks.
+        """Returns the dict that is to be stored in evaluation.json. If evaluation.json already
+        exists, the dict contains the stored entries and an entry for each new task. Otherwise, the
+        dict contains the format number and the entries of `what`.
 
         Raises UserError if the folder contains files that do not belong to an evaluation, or
         responses that were sampled with other settings.

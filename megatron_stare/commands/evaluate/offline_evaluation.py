@@ -1,4 +1,5 @@
-"""Evaluates a checkpoint on tasks without starting a trainer, as the command `megatron-stare eval`.
+"""Evaluates a checkpoint on tasks without starting a trainer. The command `megatron-stare eval`
+uses this module.
 
 `read` checks configuration, checkpoint and problems before any process starts. `run` starts
 engines, loads the weights and samples the missing responses. The module evaluation/evaluate.py

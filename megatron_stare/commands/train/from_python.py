@@ -75,9 +75,10 @@ def run(
 
 
 def _beside_any_loop(body: Any) -> None:
-    """Calls `body` on this thread if this thread is the main thread. On any other thread, calls
-    `body` on a new thread, which has no event loop. On the main thread, `body` handles signals and
-    starts a separate thread for the run."""
+    """Calls `body`. If the caller is in the main thread, `body` runs in the main thread, handles
+    signals, and starts a separate thread for the run. If the caller is in another thread, that
+    thread may have an event loop. In this case, `body` runs in a new thread, which has no event
+    loop."""
     if threading.current_thread() is threading.main_thread():
         body()
         return

@@ -56,8 +56,8 @@ class Layout:
 def join(
     parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float
 ) -> Layout:
-    """Initialises torch.distributed (NCCL with CUDA, otherwise gloo) and Megatron's groups. Call
-    `join` once per process, and call `join` again only after `leave`.
+    """Initialises torch.distributed (NCCL with CUDA, otherwise gloo) and Megatron's groups. Before
+    a process calls `join` again, the process must call `leave`.
 
     Args:
         init_method: rendezvous address of the ranks, 'tcp://host:port' or 'file:///path'.

@@ -71,7 +71,7 @@ class RankBatch:
 
     `index`: the position's index among the response positions of the whole batch.
     `sequence`: the index of the position's sample.
-    `position`: the index of the position in its response, counted from 0.
+    `position`: the index of the position's token in the response, counted from 0.
     `held`: the position's index in the share's response columns, such as `rollout_log_probs`.
 
     Args:
@@ -189,8 +189,8 @@ class RankBatch:
 def _with_one_context(share: RankShare) -> Tensor:
     """Returns an integer ID for the context of each branch, as [S] int64 for S branches. If two
     branches have the same ID, their contexts are equal. If the context of a branch is only the
-    prompt, the ID is the index of the branch's prompt group. A branch with a longer context has an
-    ID that no other branch has."""
+    prompt, the ID is the index of the branch's prompt group. A branch with any other context has a
+    unique ID."""
     if share.branched is None:
         return share.groups
     branches = share.branched

@@ -40,10 +40,10 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     `fed`: [k] int64 columns that are fed to the model, ascending.
-    `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. If `fed`
-        contains the column, the index points to the column itself. If `fed` does not contain the
-        column, the index points to another column, which holds a copy of the column's token. The
-        other column belongs to another sample with the same prompt.
+    `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. If column c
+        is fed to the model, entry c points to column c. If column c is not fed to the model, entry
+        c points to a fed column that holds the same prompt token. This fed column belongs to
+        another sample with the same prompt.
     """
 
     fed: Tensor

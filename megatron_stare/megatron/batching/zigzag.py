@@ -54,8 +54,8 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns [t] int64 indices. Entry i is the index of the packed row's column i in the
-        concatenation of all ranks' columns in rank order."""
+        """Returns [t] int64 indices. If the columns of all ranks are concatenated in the order of
+        the ranks, entry i gives the place of the packed row's column i in this concatenation."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

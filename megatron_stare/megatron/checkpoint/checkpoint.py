@@ -174,9 +174,9 @@ def _as_its_own(shared: SharedMappings, part: Any) -> Any:
 
     Ordinary memory is not copied here, because a fork copies ordinary memory on write. A part in
     ordinary memory is returned as a tensor that uses the same memory and has exactly the part's
-    size. Megatron would copy a part that is a view of a larger tensor. Memory that the rank and its
-    writers share is copied, and so is pinned memory, which CUDA maps. If shared memory and pinned
-    memory were not copied, the writers could save values of the next step.
+    size. If this function returned a view of a larger tensor, Megatron would copy the view. Memory
+    that the rank and its writers share is copied, and so is pinned memory, which CUDA maps. If
+    shared memory and pinned memory were not copied, the writers could save values of the next step.
     """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part

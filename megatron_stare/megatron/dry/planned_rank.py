@@ -4,14 +4,14 @@ their sizes in bytes.
 `plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds the requested
 rank, and does not derive it from another rank by symmetry.
 
-`build_parts` builds one layer of each kind, the embedding and the head of a model. `stage_bytes`
-takes the result of `build_parts` and a layout, and computes how many bytes the first rank of a
-pipeline stage needs. Many layouts can use the same result of `build_parts`. All layers of a model
-are alike, except that leading dense layers differ from layers with experts. Every rank holds some
-layers. A rank of the first stage also holds the embedding, and a rank of the last stage also holds
-the final norm and the output layer. The tensors of the embedding, of the head and of one layer of
-each kind therefore determine the tensors of every rank. How a layer is cut depends only on the
-numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
+`build_parts` builds the embedding and the head of a model, and one layer of each kind.
+`stage_bytes` takes the result of `build_parts` and a layout, and computes how many bytes the first
+rank of a pipeline stage needs. Many layouts can use the same result of `build_parts`. All layers of
+a model are alike, except that leading dense layers differ from layers with experts. Every rank
+holds some layers. A rank of the first stage also holds the embedding, and a rank of the last stage
+also holds the final norm and the output layer. The tensors of the embedding, of the head and of one
+layer of each kind therefore determine the tensors of every rank. How a layer is cut depends only on
+the numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
 expert-parallel sizes therefore suffices for all pipeline, data and context sizes. The test
 tests/megatron/test_planned_parts.py checks that the result of `stage_bytes` equals the bytes of
 whole ranks exactly.
@@ -92,8 +92,9 @@ def _fake_group(*args: Any, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class StatePart:
-    """Describes a part of a tensor in the whole model's checkpoint. If `dtype` is None, the part is
-    an object in a grid of objects, and not a part of a tensor."""
+    """Describes one entry of the whole model's checkpoint. An entry is either a part of a tensor or
+    an object (Megatron's ShardedObject). For an object, `dtype` is None, `whole` is the shape of
+    Megatron's grid of objects, and `start` is the object's place in this grid."""
 
     key: str
     dtype: torch.dtype | None
@@ -250,7 +251,7 @@ class Parts:
 
 
 def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int) -> Parts:
-    """Builds one layer of each kind, the embedding and the head, and counts the elements of their
+    """Builds the embedding, the head and one layer of each kind. Counts the elements of the
     tensors."""
     parallel = ParallelConfig(
         tensor=tensor, sequence=tensor > 1, expert=expert, data=expert // math.gcd(expert, tensor)

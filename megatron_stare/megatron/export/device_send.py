@@ -127,10 +127,11 @@ class DeviceSend:
 
 
 class _Carried:
-    """An engine that has a rank on this trainer rank's device.
+    """An engine that shares the device of this trainer rank. At least one of the engine's ranks
+    runs on this device.
 
-    An error is stored until `result` raises it, because the other ranks still wait for this rank in
-    `meet`.
+    If sending fails, the object stores the error instead of raising it, because the other trainer
+    ranks wait for this rank in `meet`. After the last `meet`, `result` raises the stored error.
 
     Args:
         ranks: trainer ranks whose memory the engine's ranks open, in the order of the engine's

@@ -33,8 +33,8 @@ class _Plans:
     """Stream plans of one rank.
 
     `gathered`: plan for the weights that the stage's first rank gathers and sends.
-    `own`: plan for the experts that this rank sends to the engines directly, without a gather. None
-        if this rank sends no experts directly.
+    `own`: plan for the experts that this rank sends to the engines directly, without a gather.
+        `own` is None if this rank sends no experts directly.
     """
 
     gathered: StreamPlan

@@ -70,8 +70,8 @@ def choose_head(
 
 def largest_logits(config: Config, shape: ModelShape) -> int:
     """Returns the size in bytes of one rank's logits for a full micro-batch, assuming that logits
-    are computed at every position. The logits are [micro_batch_tokens of one rank, V of one
-    rank]."""
+    are computed at every position. The shape of the logits is [tokens, columns]. A full micro-batch
+    has `tokens` tokens on one rank, and the rank holds `columns` columns of the vocabulary."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
     return rows * columns * (4 if config.model.dtype == "float32" else 2)

@@ -1,5 +1,6 @@
-"""Extends the multi-head latent attention in Megatron's local layer spec. The extension supports
-tensor-parallel ranks, and packed sequences in which `cu_seqlens_q` is None.
+"""Extends the multi-head latent attention in Megatron's local layer spec. With the extension,
+gradients are right for several tensor-parallel ranks. The extension also computes rotary angles for
+packed sequences without boundaries, for which `cu_seqlens_q` is None.
 
 Shape legend: this rank holds s positions of b sequences, or t packed tokens. Rotary embeddings
 rotate d columns. The key-value latent has K columns, including the rotated columns.

@@ -93,8 +93,10 @@ class SwiGlu(MegatronModule):
 
 
 class _SwiGlu(torch.autograd.Function):
-    """Computes `swiglu` and its gradient. The gradient equals autograd's gradient of the formula
-    bit for bit, but the gradients of a and b are written directly into the gradient of x."""
+    """Computes `swiglu` and its gradient. The gradient of x is bit-identical to the gradient that
+    autograd would compute from the formula. Autograd would first compute the gradients of the two
+    halves of x as separate tensors. This class writes both gradients directly into the gradient of
+    x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

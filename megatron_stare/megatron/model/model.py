@@ -286,9 +286,11 @@ def build_model(
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """Tells Megatron which parameters are cut over tensor-parallel ranks.
 
-    Megatron itself sets the mark of a cut parameter during initialisation. A run loads its
-    parameters and does not initialise them. Megatron treats an unmarked parameter as replicated
-    over ranks, so the gradient norm would include only the first rank's part of the parameter.
+    Megatron itself marks a parameter as cut only when it initialises the parameter. A run loads its
+    parameters and does not initialise them. Megatron assumes that an unmarked parameter is the same
+    on all tensor-parallel ranks, and computes the gradient norm from the first rank's copy only.
+    Without the marks, the gradient norm would therefore omit the parts of a cut parameter on all
+    other ranks.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
@@ -373,10 +375,10 @@ def hidden_states(
 
 
 def finish_gather(model: list[nn.Module]) -> None:
-    """Gathers the updated parameters at once, so that other code can read the parameters. If
-    `overlap_param_gather` is on, Megatron itself gathers the updated parameters only during the
-    next forward. If `overlap_param_gather` is off, `finish_gather` does nothing. All ranks must
-    call `finish_gather`."""
+    """Gathers the updated parameters from all ranks immediately, so that other code can read the
+    parameters. If `overlap_param_gather` is on, Megatron itself gathers the updated parameters only
+    during the next forward. If `overlap_param_gather` is off, `finish_gather` does nothing. All
+    ranks must call `finish_gather`."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():

@@ -43,11 +43,13 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class GivenExperts(RouterReplay):
     """Replays the engine's experts in one router, one micro-batch at a time.
 
-    Megatron's RouterReplay cannot tell a forward from a recomputation during backward, so its
-    caller must set which of the two comes next. In a pipeline, forwards and backwards alternate, so
-    GivenExperts recognises recomputations itself. If backward will recompute a forward, this
-    forward runs with gradients disabled. Recomputations come in the same order as the forwards that
-    ran without gradients.
+    Megatron's RouterReplay cannot distinguish a forward pass from a recomputation of this forward
+    pass during backward. The caller of RouterReplay must therefore set which of the two comes next.
+    In a pipeline, forward passes of some micro-batches alternate with backward passes of other
+    micro-batches. GivenExperts therefore detects recomputations without help from the caller. If
+    backward will recompute a forward pass (activation recomputation), the first run of the forward
+    pass has gradients disabled, and the recomputation has gradients enabled. Recomputations come in
+    the same order as the forward passes that ran without gradients.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
 
     Args:
         updated: [n] tensor that the optimizer updates.
-        state: the optimizer's state of `updated`.
+        state: state that the optimizer keeps for the tensor `updated`.
     """
     kept = state.get(MASTER)
     if kept is None:

@@ -31,7 +31,8 @@ _DEFAULT = PerformanceConfig()
 
 class LossScale(DynamicGradScaler):
     """Megatron's dynamic loss scale, but updated only when the outcome of a step is known. Megatron
-    itself updates the loss scale earlier, while it prepares the gradient.
+    updates its own loss scale during the preparation of the gradients, when the outcome of the step
+    is not yet known.
 
     Megatron's own class updates the scale whenever it divides a gradient by the scale, even for a
     batch without a loss. In Megatron, the optimizer of the experts and the optimizer of the other
@@ -50,14 +51,15 @@ class LossScale(DynamicGradScaler):
 
     @property
     def exhausted(self) -> bool:
-        """True if the loss scale is at its minimum. An overflow at the minimum is not attributed to
-        the loss scale, because a smaller scale is not possible. Waits for the device."""
+        """True if the loss scale is at its minimum. If the loss scale is at its minimum, a gradient
+        overflow is not attributed to the loss scale, because the loss scale cannot become smaller.
+        Waits for the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
     def factor(self) -> Tensor:
-        """The number by which the loss is multiplied, 0-dim float32. An update of the loss scale
-        creates a new tensor and leaves the returned tensor unchanged."""
+        """The number by which the loss is multiplied, 0-dim float32. A tensor that `factor` has
+        returned keeps its value when the loss scale is updated."""
         return self._scale[0]
 
 
@@ -96,8 +98,8 @@ def build_optimizer(
     decay before each of the run's `steps` optimizer steps.
 
     Megatron exempts norms and biases from weight decay through the factor wd_mult of their
-    parameter group. Only Megatron's scheduler applies wd_mult, so a scheduler is built for every
-    run.
+    parameter group. Megatron's scheduler is the only code that applies wd_mult, so even a run with
+    a constant learning rate needs a scheduler.
     """
     with backend():
         optimizer = get_megatron_optimizer(

@@ -7,12 +7,12 @@ not contain an optimizer's index in the chain. On a resume, the optimizers' sett
 configuration, and the schedule sets the learning rates before every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
-Torch's AdamW keeps the step count in a tensor per parameter. Transformer Engine's and Apex's
-FusedAdam keep the step count in a number per parameter group. FusedAdam creates the step count at
-its first step, so the place of the step count is not visible in a new optimizer. `step_place`
-therefore lets the optimizer update a probe, which is a parameter with one element. `step_place`
-then looks where the optimizer has stored the step count. This search works for an optimizer of any
-class.
+Torch's AdamW stores the step count once per parameter, as a tensor. The FusedAdam optimizers of
+Transformer Engine and Apex store the step count once per parameter group, as a number. FusedAdam
+creates the step count at its first step, so the place of the step count is not visible in a new
+optimizer. `step_place` therefore lets the optimizer update a probe, which is a parameter with one
+element. `step_place` then looks where the optimizer has stored the step count. This search works
+for an optimizer of any class.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def _whole(part: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the torch optimizer's part of an optimizer's state. Optimizers with float32 masters
-    nest the torch optimizer's state one level deeper."""
+    """Returns the state dict of the torch optimizer that a Megatron optimizer wraps. If the
+    Megatron optimizer has float32 masters, `state` contains this state dict under the key
+    "optimizer". For other Megatron optimizers, `state` is already this state dict."""
     return state.get("optimizer", state)
 
 
@@ -132,14 +133,13 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Tells where an optimizer stores its step count. The key of the step count is "step". A field
-    that is not None contains an example of a step count, which shows whether the optimizer stores a
-    tensor or a number.
+    """Tells where an optimizer stores its step count. The key of the step count is "step". If a
+    field is not None, the type of its value shows whether the optimizer stores the step count as a
+    tensor or as a number.
 
-    `group`: example of a step count in a parameter group, or None if parameter groups have no step
-        count.
-    `state`: example of a step count in the state of a parameter, or None if the states of
-        parameters have no step count.
+    `group`: step count of one parameter group, or None if parameter groups have no step count.
+    `state`: step count in the state of one parameter, or None if the states of parameters have no
+        step count.
     """
 
     group: Any = None
@@ -171,8 +171,9 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
     optimizers have the same class.
 
     After a step, a host optimizer looks up the device copy of each of its parameters. A probe
-    parameter has no device copy, so a host optimizer cannot update the probe. A new optimizer with
-    the class and the settings of the host optimizers updates the probe instead.
+    parameter has no device copy, so a host optimizer cannot update the probe. The function
+    therefore lets a new optimizer update the probe. The new optimizer has the same class and
+    settings as the first host optimizer.
     """
     if not optimizer.cpu_optimizers:
         return StepPlace()

@@ -46,11 +46,12 @@ class Objective:
 
     `tokens`: this rank's N positions. The positions of other mini-batches are masked, and the token
         counts cover only this mini-batch.
-    `rows`: [.] indices of the mini-batch's positions among the N positions.
+    `rows`: [m] int64 indices into the N positions. The indices select the m positions of the
+        mini-batch.
     `statistics`: statistics of the mini-batch over all ranks.
-    `own`: the statistics of each micro-batch, keyed by the micro-batch's span. If statistics.scope
-        is micro_batch, a micro-batch uses its entry of `own` instead of `statistics`. For other
-        scopes, `own` is empty.
+    `own`: the statistics of each micro-batch, keyed by the micro-batch's span. If the setting
+        statistics.scope is micro_batch, each micro-batch uses its entry in the dict `own`, and not
+        the field `statistics`. For other scopes, the dict `own` is empty.
     `is_log_prob_pass`: whether this training pass is also the log-prob pass. In a log-prob pass,
         the old log-probs equal the current log-probs.
     """
@@ -144,8 +145,8 @@ def make_objective(
     Args:
         part: the mini-batch's micro-batches on this rank.
         tokens: the rank's N positions. Only the positions of the mini-batch count.
-        group: group of the ranks that hold other tokens of the mini-batch, or None if this rank
-            holds all tokens.
+        group: group of the ranks over which the mini-batch's tokens are divided, or None if this
+            rank holds all tokens.
         by_micro_batch: whether tokens are selected within each micro-batch separately.
         known: statistics of the mini-batch, or None to compute these statistics.
     """

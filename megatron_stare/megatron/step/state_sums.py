@@ -47,10 +47,11 @@ class RankProof:
 
 @torch.no_grad()
 def state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, dict[str, float]]:
-    """Sums this rank's parts of three sets of tensors: the policy's weights, the weights of a
-    refreshed reference policy, and the optimizer's tensors. Each element is summed on only one
-    rank. Rows that pad the vocabulary are left out. Also returns the step counts of Adam and of the
-    schedule."""
+    """Computes two sums for each tensor of the run's state: the sum of the absolute values, and the
+    sum of the squares. The tensors are the policy's weights, the weights of a refreshed reference
+    policy, and the optimizer's tensors. A sum covers only the part of the tensor that this rank
+    holds. Each element is summed on only one rank. Rows that pad the vocabulary are left out. Also
+    returns the step counts of Adam and of the schedule."""
     with backend():
         return _state_sums(policy, reference)
 

@@ -86,8 +86,8 @@ class Step:
 
     `measured`: the tokens that this rank holds, with the statistics of the whole rollout batch.
         `measured` is None on all pipeline stages but the last.
-    `group`: group of the ranks that hold other tokens of the batch, or None if this rank holds all
-        tokens.
+    `group`: group of the ranks over which the batch's tokens are divided, or None if this rank
+        holds all tokens.
     """
 
     def __init__(self, config: Config, method: Method, policy: Policy, batch: RankBatch) -> None:
@@ -345,8 +345,9 @@ class Step:
         loss_scale: Tensor | None,
     ) -> None:
         """Writes the loss and the gradients of the first update, and the weights before this
-        update. All ranks must call `_dump`. The driver writes the mini-batch, because only the
-        driver holds the whole mini-batch."""
+        update. All ranks must call `_dump`. This method does not write the mini-batch. The driver
+        writes the mini-batch into the same folder, because only the driver holds the whole
+        mini-batch."""
         policy = self._policy
         gradients = export_gradients(policy.model, policy.shape, policy.layout, loss_scale)
         if policy.layout.rank == 0:  # it has all tensors, as the last stage has the loss

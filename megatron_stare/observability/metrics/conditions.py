@@ -81,8 +81,8 @@ class Window:
 
     def growth(self) -> float | None:
         """Returns the median of the latest values divided by the median of the first values.
-        Returns None while the latest values still overlap with the first values. Also returns None
-        if the median of the first values is not above 0."""
+        Returns None as long as one of the latest values is also one of the first values. Also
+        returns None if the median of the first values is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -116,7 +116,8 @@ NOTHING = Found(False)
 
 @dataclass(frozen=True)
 class Condition(ABC):
-    """Base class of a kind of condition. `str()` describes the condition for docs/guards.md.
+    """Base class of all conditions. Each subclass is one kind of condition. `str()` describes the
+    condition for docs/guards.md.
 
     `metrics`: metric names in order of preference. Most conditions read only the first metric in
         `metrics` that the step contains, but `Above` reads all metrics in `metrics`.
@@ -182,8 +183,8 @@ class Risen(Condition):
 
 @dataclass(frozen=True)
 class TimesMedian(Condition):
-    """Holds if the metric is more than `times` times the median of earlier steps. Never holds for a
-    value that is not finite, because another rule covers such values."""
+    """Holds if the metric is more than `times` times the median of earlier steps. If the metric is
+    NaN or infinite, the condition does not hold, because another rule covers such values."""
 
     times: float = GRAD_SPIKE
     steps: int = GRAD_WINDOW
@@ -205,9 +206,9 @@ class TimesMedian(Condition):
 @dataclass(frozen=True)
 class Collapse(Condition):
     """Holds if entropy has collapsed in a run without an entropy target. Entropy has collapsed if
-    two conditions are met. The recent mean of the entropy is at most FALLEN_SHARE times the mean of
-    the run's first START_STEPS steps. At its recent rate of decrease, the entropy halves in fewer
-    than HALVING_STEPS steps."""
+    two conditions are met. First, the recent mean of the entropy is at most FALLEN_SHARE times the
+    mean of the run's first START_STEPS steps. Second, at its recent rate of decrease, the entropy
+    would halve in fewer than HALVING_STEPS steps."""
 
     def __str__(self) -> str:
         return (
@@ -238,8 +239,8 @@ class _Sides(Window):
     inside the band (0). For a step without a target, records NaN.
 
     Entropy can jump over the whole band from one step to the next. If no earlier step was inside
-    the band, such a jump counts as reaching the target. The step after this jump is then recorded
-    as 0, although the entropy of this step is outside the band.
+    the band, a jump over the whole band counts as reaching the target. For the step at the end of
+    this jump, `_Sides` records 0, although the entropy of this step is outside the band.
     """
 
     reached = False

@@ -1,5 +1,5 @@
-"""Passes a run's reports to all sinks. The reports are steps, evaluations, alerts, phases and
-notes.
+"""Passes a run's reports to all sinks. A report describes a step, an evaluation, an alert or a
+phase, or contains a note for the user.
 
 The driver loop calls the monitor. If a sink fails during the run, the run and the other sinks
 continue. The run ends only if a sink cannot start, or if the sink that writes the run's record

@@ -144,10 +144,11 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Returns True if entropy was held at its target. The mean entropy of the last third of the
-    steps must be within BAND of the target. In at least the share HELD_SHARE of the steps in the
-    last third, the entropy must be within BAND of the target. The mean entropy of the last RECENT
-    steps must be within BAND of the target too.
+    """Returns True if entropy was held at its target. Three conditions must be met. First, the mean
+    entropy of the last third of the steps must be within BAND of the target. Second, among the
+    steps of the last third, the share of steps with an entropy within BAND of the target must be at
+    least HELD_SHARE. Third, the mean entropy of the last RECENT steps must be within BAND of the
+    target.
 
     Args:
         figures: a `summary`.

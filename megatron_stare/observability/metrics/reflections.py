@@ -1,8 +1,9 @@
 """Computes metrics that show how often responses reflect on their own reasoning. One metric counts
 the words that the configuration lists. The other metrics use the STARE paper's six categories of
-words. For each category, the metrics show which share of the tokens that a method selects belongs
-to words of this category. The functions are pure. The results are logged as metrics of a step and
-therefore appear in the report."""
+words. For each category, two metrics give the share of tokens that belong to the category's words.
+One metric covers only the tokens that the method selects. The other metric covers all tokens that
+the loss counts. The functions are pure. The results are logged as metrics of a step and therefore
+appear in the report."""
 
 from __future__ import annotations
 
@@ -61,8 +62,9 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
     """Returns, for each category of words, the share of tokens that belong to one of the category's
-    words. `reflection/selected_<category>` is the share among the selected tokens, and
-    `reflection/all_<category>` is the share among all tokens that the loss counts.
+    words. The metric `reflection/selected_<category>` is the category's share of the selected
+    tokens. The metric `reflection/all_<category>` is the category's share of all tokens that the
+    loss counts.
 
     The rules of records/words.py determine which words are found. A token belongs to a word if the
     token contains any of the word's characters. Samples without recorded values per token

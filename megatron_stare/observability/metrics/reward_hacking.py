@@ -109,7 +109,7 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     """Returns the share of n-grams of token ids that occurred earlier in the same response, or NaN
-    if there are no n-grams. For each response, `responses` contains a tensor [.] of token ids.
+    if there are no n-grams. `responses` contains one 1-dim tensor of token ids for each response.
 
     Each n-gram is encoded as one int64 number, in a numeral system whose base is the largest token
     id plus 1. The first digit of the number is the index of the response, and the other digits are
@@ -141,7 +141,7 @@ def tokens_before_answer(sample: Trajectory) -> float:
     """Estimates how many sampled tokens precede the answer. The estimate is the number of all
     sampled tokens, multiplied by the share of the response's text before the answer.
 
-    The sample must have an answer.
+    Call `tokens_before_answer` only for a sample in which the verifier found an answer.
     """
     assert sample.answer_at is not None
     # the policy's tokens, not an environment's

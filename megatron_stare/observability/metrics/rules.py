@@ -78,9 +78,9 @@ class Rule:
         the largest value.
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
-    `flag`: metric that is 1 in every step in which the condition held. The driver tests the rule's
-        condition and logs the flag. Other code reads the flag and does not test the condition
-        again.
+    `flag`: metric that is 1 in every step in which the condition held, or "" for no such metric.
+        The driver tests the rule's condition and logs this metric. The class `Watch` raises the
+        alert according to this metric, and does not test the rule's condition a second time.
     `dtype`: dtype that the trained model must have for the rule to apply, or "" if any dtype will
         do.
     `sampled`: True if the rule applies only to runs that sample their responses.

@@ -74,8 +74,9 @@ class Chart:
 
     @property
     def flat(self) -> str | None:
-        """The one value that all points of the chart have, as text. None if the points have
-        different values, if the chart has fewer than two values, or if the chart shows gates."""
+        """The value that all points of the chart have in common, as text. The property `flat` is
+        None if the points have different values, if the chart has fewer than two values, or if the
+        chart shows gates."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
         ]

@@ -215,11 +215,11 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
     """Returns two charts for each run that selects tokens. The first chart shows the precision of
-    each set of selected tokens. The precision of a set of rare tokens is the share of tokens whose
-    surprisal is above the critical surprisal of the token's position. The precision of a set of
-    common tokens is the share of tokens whose surprisal is not above the critical surprisal. The
-    second chart shows the effect of the selected tokens on the entropy, summed over the steps so
-    far."""
+    each set of selected tokens. For a set of rare tokens, precision is the share of the set's
+    tokens whose surprisal is above the critical surprisal of the token's position. For a set of
+    common tokens, precision is the share of the set's tokens whose surprisal is not above the
+    critical surprisal of the token's position. The second chart shows the effect of the selected
+    tokens on the entropy, summed over the steps so far."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -317,10 +317,10 @@ class TokenNorms:
     rows are ranges of a token's probability, and its columns are ranges of a token's entropy.
 
     `columns`: ranges of entropy.
-    `rows`: one row per range of probability. A row contains the range of probability, the bound
-        sqrt(2 - 2 p), and one cell per range of entropy. In the bound, p is the lower end of the
-        range of probability. A cell contains the mean norm of its tokens and their share of all
-        tokens. A cell without tokens is None.
+    `rows`: one row per range of probability. A row contains its range of probability, an upper
+        bound of the norm, and one cell per range of entropy. The upper bound of the norm is
+        sqrt(2 - 2 p), where p is the lowest probability in the row's range. A cell contains the
+        mean norm of its tokens and their share of all tokens. A cell without tokens is None.
     """
 
     step: int

@@ -39,9 +39,10 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Headline:
-    """Text of the report's first screen. `sentence` summarises the run, including the evaluation
-    result of sampled responses. `greedy` states the evaluation result of greedy decoding, for
-    comparison with the result of sampled responses. `remarks` are further explanations."""
+    """Text of the report's first screen. `sentence` summarises the run. If sampled responses were
+    evaluated, `sentence` includes their pass@1, or avg@k for k responses per problem. `greedy`
+    states the pass@1 of greedy decoding, for comparison with the result of sampled responses.
+    `remarks` are further explanations."""
 
     sentence: str
     greedy: str = ""
@@ -108,8 +109,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 def alike(runs: Sequence[RunRecord]) -> list[str]:
     """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
     steps. The sentence states up to which step the entropy and the reward of the two runs are
-    equal. If the reason for the equality is known, the sentence also gives the reason. In the
-    charts, the lines of the two runs cover each other during these steps."""
+    equal. If a run's gate stayed closed in all steps with equal values, the sentence gives the
+    closed gate as the reason for the equality. In the charts, the lines of the two runs cover each
+    other during these steps."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:

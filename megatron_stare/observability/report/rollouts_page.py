@@ -106,8 +106,9 @@ class Stored:
     `rows`: columns of the list of responses, by name. The columns `prompt` and `task` contain
         indices into `prompts` and `tasks`. The column `at` contains two indices: the index of the
         response's block in `texts`, and the response's index within the block. The column `numbers`
-        contains the index of the response's block in the field `numbers`, or -1 if the page has no
-        per-token values for the response.
+        contains the index of the response's block in the list `Stored.numbers`, which holds the
+        blocks of per-token values. The index is -1 if the page has no per-token values for the
+        response.
     `keys`: one tuple (task, prompt, step, sample) per row. The function `pairs` finds the matching
         response of another run by means of `keys`.
     `texts`, `numbers`: blocks of response texts, and blocks of per-token values.
@@ -142,9 +143,10 @@ def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
     """Reads a run's training responses from oldest to newest, and then the run's evaluation
-    responses from oldest to newest. If the responses exceed the page's size limit, blocks are left
-    out at even intervals over the whole run. If the rollout files are far larger than the page's
-    size limit, the page uses only some of the files, at even intervals over the whole run.
+    responses from oldest to newest. The responses are grouped into blocks. If all blocks together
+    exceed the page's size limit, the page contains only some of the blocks, at even intervals over
+    the whole run. If the rollout files are far larger than the page's size limit, the page uses
+    only some of the files, at even intervals over the whole run.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -309,8 +311,9 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
-    """Returns all blocks (or files) if their total size is at most `room`. Otherwise returns the
-    first block, and further blocks at even intervals as long as they fit."""
+    """Returns all elements of `blocks`, which are blocks or files, if their total size is at most
+    `room`. Otherwise returns the first block, and further blocks at even intervals as long as they
+    fit."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

@@ -88,7 +88,7 @@ class MlflowRuns(Service):
 
 def _named(metric: str) -> str:
     """Renames a metric for MLflow. The character @ becomes _at_, so that pass@4 becomes pass_at_4.
-    If MLflow rejects any other character of the name, this character becomes `_`."""
+    Apart from @, every character that MLflow rejects in a metric's name becomes `_`."""
     return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
 
 

@@ -61,8 +61,8 @@ class TensorBoard(Sink):
 
 
 def _await_later_name(folder: Path) -> None:
-    """Waits, at most one second, until the name of a newly created file would sort after the names
-    of all files in `folder`.
+    """Waits for at most one second, so that the name of the next new file sorts after the names of
+    all files in `folder`.
 
     TensorBoard reads files in the order of their names, which contain the time in seconds. Without
     the wait, a run that is resumed immediately might create its new file in the same second as its

@@ -73,8 +73,8 @@ class View:
         phases.
     `responses`: number of responses that the current phase has finished, and number of responses
         that it needs; None if the phase reports no responses.
-    `left_s`, `run_s`: estimated seconds until the run's final step ends, and seconds since the
-        display started.
+    `left_s`: estimated seconds until the run's final step ends, or None if there is no estimate.
+    `run_s`: seconds since the display started.
     `over`: alerts that ended, newest last.
     `evaluated`: the newest result of every task, as (name, value, step).
     `closed`: "" while the run continues, then a text that says how the run ended.

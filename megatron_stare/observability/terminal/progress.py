@@ -78,8 +78,8 @@ class RunDisplay(ABC):
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
-        """Receives two numbers: `done` responses of the current phase are finished, and the phase
-        needs `total` responses."""
+        """Receives two numbers for the current phase. `done` is the number of finished responses,
+        and `total` is the number of responses that the phase needs."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
         """Receives the newest result of an evaluation task: the result's name and value, and the

@@ -241,8 +241,8 @@ def _first_position(difference: LogProbDifference) -> Sizes:
 
 
 def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
-    """Raises AgreementError if `passed` is not empty. The text `passed` describes the limits that
-    the log-prob differences exceed. If the differences exceed no limit, `passed` is "" (see
+    """Raises AgreementError if log-prob differences exceed a limit. The argument `passed` is a text
+    that describes every exceeded limit. If no limit is exceeded, `passed` is "" (see
     `Limits.passed`)."""
     if not passed:
         return

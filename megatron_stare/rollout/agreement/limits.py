@@ -72,8 +72,8 @@ class Limits:
         return bool(self.bounds)
 
     def passed(self, difference: LogProbDifference) -> str:
-        """Describes the limits that the differences of sampled tokens exceed. Returns "" if no
-        limit is exceeded."""
+        """Checks the log-prob differences between engine and trainer on sampled tokens. Returns a
+        text that describes every exceeded limit. Returns "" if no limit is exceeded."""
         found = {"mean": difference.everywhere.mean, **difference.quantiles}
         return self._words(difference.largest, {name: found[name] for name in self.bounds})
 
@@ -107,18 +107,19 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Returns one number, in nats, for the differences of a subset of tokens: the mean in 16
-        bits, and the maximum in float32. NaN is ignored."""
+        """Summarises the log-prob differences of a subset of tokens by one number, in nats. If the
+        compute dtype has 16 bits, the number is the mean difference. If the compute dtype is
+        float32, the number is the largest difference. NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
     def same(self) -> float:
-        """Threshold for agreement on a subset of tokens. If the result of `size` for the subset is
-        at most `same`, engine and trainer count as agreeing on the subset. Only the search for the
-        likely cause of a difference uses this threshold. In float32, `same` is a tenth of the limit
-        for a single token. In 16-bit dtypes, `same` equals the limit on the mean difference. A
-        tenth of that limit would be too small in 16-bit dtypes, because rounding alone causes mean
-        differences above a tenth of the limit."""
+        """Threshold for agreement on a subset of tokens. Engine and trainer count as agreeing on a
+        subset of tokens if the method `size` returns at most this threshold for the subset. Only
+        the search for the likely cause of a difference uses this threshold. In float32, the
+        threshold is a tenth of the limit for a single token. In 16-bit dtypes, the threshold is as
+        large as the limit on the mean difference. A tenth of that limit would be too small in
+        16-bit dtypes, because rounding alone causes mean differences above a tenth of the limit."""
         return self.wrong if self.in_16_bits else _AGREES * self.wrong
 
     @property
@@ -130,5 +131,6 @@ class Limits:
 
     @property
     def wrong(self) -> float:
-        """Limit on the result of `size`. Above this limit, log-probs count as different."""
+        """Limit on the number that the method `size` returns. If `size` returns a larger number for
+        some tokens, engine and trainer count as having different log-probs for these tokens."""
         return self.bounds["mean"] if self.largest is None or self.in_16_bits else self.largest

@@ -106,8 +106,9 @@ def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
-    sets of stop tokens in the requests. In a row, True marks the tokens that end a response. The
-    second tensor, [B], contains the row index of each request's set in the first tensor."""
+    sets of stop tokens in the requests. Each row contains True for every token that ends the
+    response to a request with this set. The second tensor, [B], contains one index for each
+    request. The index selects the row of the first tensor that applies to the request."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }

@@ -223,9 +223,10 @@ class Engine(ABC):
 
 
 class ServedEngine(Engine):
-    """Engine that is the client of a server. The server computes log-probs with its own
-    implementation of the model, so the log-probs of server and trainer are compared at every step.
-    The server's memory can be released while the trainer computes."""
+    """Engine whose model runs in a separate server. The engine itself is the client of this server.
+    The server computes log-probs with its own implementation of the model, so the log-probs of
+    server and trainer are compared at every step. The server's memory can be released while the
+    trainer computes."""
 
     @abstractmethod
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -259,7 +260,7 @@ class ServedEngine(Engine):
     def sync_target(self) -> SyncTarget | None:
         """Returns the target to which the trainer's ranks can send the weights of the open update
         directly. After the ranks have sent the weights, the caller ends the session with
-        `end_sent_update`. The caller does not call `update_weights` in this session. Returns None
+        `end_sent_update`. The caller must not call `update_weights` in this session. Returns None
         if the engine has no such target, so that the caller must pass the weights to
         `update_weights`.
 

@@ -115,9 +115,10 @@ def sampled_text(
     trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Decodes the tokens that the policy sampled. Leaves out the environment's tokens, special
-    tokens and stop tokens. Starts a new line wherever environment tokens or the start of a branch
-    interrupt the policy's text. Without the new line, the texts before and after an interruption
-    could together look like an answer that the policy never wrote."""
+    tokens and stop tokens. Inserts a newline character wherever environment tokens or the start of
+    a branch interrupt the policy's text. The newline character separates the text before the
+    interruption from the text after the interruption. Without the newline character, the two texts
+    together could look like one answer that the policy never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:

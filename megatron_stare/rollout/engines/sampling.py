@@ -25,8 +25,8 @@ _BLOCK = 1 << 22
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Returns the noise keys [B], one key per row. A key does not yet depend on the position of a
-    token.
+    """Returns the noise keys [B], one key per row. A key does not depend on the position of a
+    token. The function `uniforms` mixes the position into the key.
 
     Args:
         step: step in which a response began, one number for all rows or [B].

@@ -94,9 +94,9 @@ class _Queue:
 
 class RequestsPage:
     """Writes the status page. For each engine, the status page gives the state, the number of
-    requests in flight, and the oldest of these requests. The status page is a small file in the
-    node's memory. The watcher process, which reports runs that hang (docs/black_box.md), reads the
-    status page.
+    requests in flight, and the oldest of these requests. The status page is a small file in a
+    RAM-backed folder of the node. The watcher process, which reports runs that hang
+    (docs/black_box.md), reads the status page.
 
     The status page is written about once a second while requests are in flight. If writing the
     status page once a second takes more than 1 % of the event loop's time, the status page is
@@ -157,9 +157,10 @@ class Dispatch:
     replica whose KV cache holds the earlier part of the response. Of the requests of one `Serving`
     object, Dispatch assigns continuations first, then retries, then new requests. A continuation
     waits while the replica with the earlier part of the response is full. After all new requests
-    are assigned, a waiting continuation can go to any other replica that still has room. If a
-    replica has lost a request and has not answered any request since the loss, Dispatch assigns the
-    continuations of this replica's responses like new requests.
+    are assigned, a waiting continuation can go to any other replica that still has room. A replica
+    is untrusted if the replica does not serve, or if the replica has lost a request and has not
+    answered any request since the loss. Continuations of an untrusted replica's responses go to the
+    replica with the most room, as new requests do.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even
@@ -382,9 +383,10 @@ class Dispatch:
 
         If the replica has no request in flight, this task waits for an assignment. If the replica
         has requests in flight, this task waits for the replica's results. A call to a server
-        returns after WAIT_S seconds even without results, so that this task can send new requests.
-        While `held` returns True, this task waits. After each call to the replica, this task yields
-        to the event loop, so that trajectories that received answers can send their next requests.
+        returns after WAIT_S seconds even without results. This task can then send new requests in
+        its next call. While `held` returns True, this task waits. After each call to the replica,
+        this task yields to the event loop, so that trajectories that received answers can send
+        their next requests.
         """
         params = None
         while True:

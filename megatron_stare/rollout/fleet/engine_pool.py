@@ -234,8 +234,8 @@ class EnginePool:
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:
-        """Waits for engines that are restarting. No other engine restarts until `allow_restarts` is
-        called."""
+        """Waits for engines that are restarting now. Prevents further restarts of engines until
+        `allow_restarts` is called. Does nothing if restarts of the engines need no permission."""
         self._fleet.hold_restarts()
 
     def memory_mb(self) -> float | None:

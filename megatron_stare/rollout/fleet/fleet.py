@@ -171,12 +171,14 @@ class Fleet:
             self._begin_due()
 
     def hold_restarts(self) -> None:
-        """Waits for the replicas that are restarting. Begins no other restart until
-        `allow_restarts` is called. A replica that comes up during the wait can be called after the
-        wait. Does nothing if `RestartRule.held` is False, because restarts then need no permission.
+        """Waits for the replicas that are restarting now. Prevents further restarts of replicas
+        until `allow_restarts` is called. A replica that comes up during the wait can be called
+        after the wait. Does nothing if `RestartRule.held` is False, because restarts then need no
+        permission.
 
-        The wait is reported as progress of the run's current phase, because a starting replica has
-        its own time limit.
+        This method reports progress during the wait, so that the wait does not count as a hang of
+        the run's current phase. A hang of a starting replica is still detected, because a starting
+        replica has its own time limit.
         """
         if not self._holds:
             return

@@ -61,8 +61,8 @@ class RestartRule:
         None for servers that the run did not start.
     `back_off_s`: seconds to wait before the second restart. The wait doubles with each further
         restart within `window_s` seconds.
-    `losses`: number of consecutive lost requests after which a replica itself counts as lost, if
-        another replica serves.
+    `losses`: number of consecutive lost requests after which a replica itself counts as lost. If a
+        run has only one serving replica, this replica never counts as lost for this reason.
     `held`: True if restarts wait for permission (Fleet.allow_restarts). A server chooses the size
         of its cache from the memory that is free when the server starts. A server must therefore
         not start while the trainer occupies the device.
@@ -132,10 +132,12 @@ class FleetHealth:
     A replica that lost a request receives no requests during a back-off. After its back-off, a
     replica is chosen before other replicas, but receives only one request at a time until it
     answers. A replica that lost a request is also avoided. If the lost request was in flight for n
-    seconds, the replica is avoided for at least n seconds, or until the replica answers a request.
-    An avoided replica receives a request only if all serving replicas are avoided. Avoidance keeps
-    a hanging replica from delaying one request after another by the full request timeout. All
-    back-offs end at the latest when the next rollout starts.
+    seconds, the avoidance lasts for n seconds or for the length of the back-off, whichever is
+    longer. The avoidance ends earlier if the replica answers a request. An avoided replica receives
+    a request only if all serving replicas are avoided. Each request to a hanging replica is delayed
+    by the full request timeout. Avoidance therefore limits the number of requests that a hanging
+    replica receives. At the start of the next rollout, all back-offs end and no replica is avoided
+    any more.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The

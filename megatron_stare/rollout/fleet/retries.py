@@ -1,8 +1,9 @@
 """Chooses the replica for a request, and retries requests that a replica has lost. Pure.
 
-A lost request is sent to another replica if another replica serves. All tokens of an answer come
-from a single attempt, because an engine never answers a request after reporting the request as
-lost. The module health.py tracks the states of the replicas that lost requests.
+A lost request is sent to another replica. If no other replica is suitable, the lost request can be
+sent to the same replica again. All tokens of an answer come from a single attempt, because an
+engine never answers a request after reporting the request as lost. The module health.py tracks the
+states of the replicas that lost requests.
 """
 
 from __future__ import annotations

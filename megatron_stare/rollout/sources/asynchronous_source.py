@@ -139,10 +139,12 @@ class AsynchronousSource(RolloutSource):
         self._wait(partial(self._published, version))
 
     def state(self) -> PromptState:
-        """Returns the state of the prompt stream from which a resumed run must continue. The prompt
-        stream had this state before the first unreturned step took its prompts. A step is
-        unreturned if the method `next` has not returned the step's batch yet. If a run resumes from
-        this state, the responses of all unreturned steps are sampled again."""
+        """Returns the state of the prompt stream from which a resumed run must continue. A step is
+        pending if the sampling of the step has begun and the method `next` has not returned the
+        step's batch yet. The returned state is the state of the prompt stream before the first
+        pending step took prompts. If no step is pending, the current state of the prompt stream is
+        returned. If a run resumes from the returned state, the responses of all pending steps are
+        sampled again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager

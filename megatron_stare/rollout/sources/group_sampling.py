@@ -178,9 +178,10 @@ class InformativeGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. After each round, the prompts after the last used group return to the stream.
-        A call of `settled` would mean that this method no longer uses the stream. This method uses
-        the stream until this method returns, and therefore never calls `settled`."""
+        """See Groups. At the end of a round, this method returns the round's unused prompts to the
+        stream. The unused prompts are all prompts that follow the prompt of the last used group.
+        The callback `settled` reports that the stream is no longer in use. This method may use the
+        stream until this method returns, and therefore never calls `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0

@@ -207,7 +207,8 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]] | None = None,
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
-        """Runs the coroutine method `made` in a new event loop and returns the trajectories."""
+        """Makes the same trajectories as the async method `Rollouts.made`, for callers without an
+        event loop. Runs `Rollouts.made` in a new event loop and returns the trajectories."""
         return run_whole(
             lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified)
         )

@@ -193,10 +193,10 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown. This method is called if an error has
-        ended the environment, because the error may come from a failed tool call. If the journal
-        kept the outcomes of failed tool calls, a resumed run would receive the same tool errors
-        forever."""
+        """Marks the outcomes of failed tool calls as unknown. This method is called after an error
+        has ended the environment. A failed tool call may have caused the error. If the journal kept
+        the outcome of the failed tool call, every resumed run would receive the same tool error
+        again."""
         for call in self._failed:
             if call.outcome is not None:
                 await self._journal.take_back(self._response.key, call)

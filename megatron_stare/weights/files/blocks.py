@@ -114,7 +114,8 @@ def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:
-    """Returns the ModelShape of a model that has only the query groups of the block."""
+    """Returns a copy of `shape` with the block's numbers of query heads and key/value heads. A
+    block may contain only some of the layer's query groups."""
     groups = (block.hf[1].stop - block.hf[1].start) // shape.head_dim
     return replace(shape, kv_heads=groups, heads=groups * (shape.heads // shape.kv_heads))
 
@@ -151,9 +152,9 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def places(megatron: str) -> list[Place]:
-    """Returns every place at which a checkpoint can store a parameter. Most checkpoints stack
-    layers and experts in one tensor. Other checkpoints store each layer and each expert under a
-    name of its own."""
+    """Returns every place at which a checkpoint can store a parameter. In most checkpoints, one
+    tensor contains the same parameter of all layers and all experts. Other checkpoints store each
+    layer, or each layer and each expert, under a name of its own."""
     in_layer = _LAYER.fullmatch(megatron)
     if not in_layer:
         return [Place(megatron)]

@@ -231,7 +231,8 @@ def _copied(
     checkpoint: TorchDist, place: Place, block: Block, part: HfPart, files: OpenFiles
 ) -> int:
     """Copies a block inside the operating system's kernel if the bytes of the block are the same in
-    both formats. The copy inside the kernel costs half as much as reading and writing the block.
+    both formats. This copy (copy_file_range) costs half as much as reading the block into this
+    process and writing the block from this process.
 
     Returns the number of copied bytes. Returns 0 if the bytes differ between the formats or are not
     contiguous.

@@ -141,8 +141,9 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
 
 
 def add_stops(folder: Path, ids: Collection[int]) -> None:
-    """Adds the end-of-response tokens `ids` to generation_config.json. If generation_config.json
-    lists no end tokens, the end tokens of config.json are added too."""
+    """Adds the end-of-response tokens `ids` to the list `eos_token_id` of generation_config.json.
+    If generation_config.json has no key `eos_token_id`, the new list begins with the end tokens of
+    config.json."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text()) if path.exists() else {}
     config = json.loads((folder / "config.json").read_text())
@@ -224,8 +225,8 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype]) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Returns the most frequent dtype of a model's tensors. Also returns the dtypes of all tensors
-    with another dtype, by tensor name."""
+    """Returns the most frequent dtype of a model's tensors, and a dict. The dict maps tensor names
+    to dtypes, and contains every tensor that does not have the most frequent dtype."""
     main = Counter(dtypes.values()).most_common(1)[0][0]
     return main, {name: dtype for name, dtype in dtypes.items() if dtype != main}
 

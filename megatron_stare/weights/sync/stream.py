@@ -279,7 +279,8 @@ class _Sent:
 def _post(
     operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None
 ) -> list[dist.Work]:
-    """Starts to send, or to receive, one buffer per rank."""
+    """Starts one transfer for each entry of `buffers`. The key is the other rank of the transfer,
+    and the value is the buffer to send or to fill. `operation` is dist.isend or dist.irecv."""
     operations = [
         dist.P2POp(operation, buffer, group=group, group_peer=rank)
         for rank, buffer in buffers.items()
@@ -288,9 +289,9 @@ def _post(
 
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
-    """Returns the values of a piece that this rank's shard contains. The returned tensor is a view
-    of the shard, unless Megatron has split a query group over ranks. In the returned tensor, the
-    row dimension of the piece may be split into several dimensions."""
+    """Returns the values of `piece` from this rank's shard. The returned tensor is a view of the
+    shard, unless Megatron has split a query group over ranks. In the returned tensor, the row
+    dimension of the piece may be split into several dimensions."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

@@ -175,8 +175,10 @@ def plan_of(
 @dataclass(frozen=True)
 class Held:
     """A piece of the Hugging Face tensor `hf`. One rank holds the piece. Other ranks may hold the
-    same piece, so the plan later chooses the rank that sends the piece. The tensor is split into
-    `parts` parts along dimension `cut`, and the piece is the part with index `part`."""
+    same piece, so the plan later chooses the rank that sends the piece. The tensor is split along
+    dimension `cut` over `parts` tensor-parallel ranks. The piece belongs to the rank with index
+    `part` among these ranks. A fused tensor consists of sections, such as q, k and v. Each section
+    is split over the ranks separately. If the tensor is replicated, `parts` is 1."""
 
     hf: str
     dtype: torch.dtype
@@ -204,9 +206,9 @@ def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[H
 
 
 def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
-    """Plans every tensor once. Takes each part from the lowest rank that holds the part.
-    Data-parallel replicas, replicated norms and the last pipeline stage's copy of a tied embedding
-    are therefore not sent."""
+    """Plans every tensor once. Takes each part from the lowest rank that holds the part. Other
+    ranks do not send their copies of the part. Such copies exist on data-parallel ranks, for
+    replicated norms, and for a tied embedding on the last pipeline stage."""
     found: dict[str, dict[tuple[int, int], Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
         found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)
@@ -226,8 +228,9 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
 
 
 def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
-    """Groups the tensors that servers accept only together, in one call. The groups are ordered by
-    the positions of their first tensors."""
+    """Splits the tensors into groups. If a server must receive several tensors together in one
+    call, these tensors form one group. Every other tensor forms a group of its own. The groups are
+    ordered by the positions of their first tensors."""
     family, units = family_of(shape), dict[str, list[PlannedTensor]]()
     for tensor in tensors:
         place = family.served(tensor.name, shape)

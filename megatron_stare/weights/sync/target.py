@@ -86,9 +86,9 @@ class SyncTarget(Protocol):
 
     @property
     def shares_devices(self) -> bool:
-        """True if engines run on the ranks' devices and open the memory of the ranks on these
-        devices. With shared devices, all ranks send at the same time, and each rank sends to the
-        engines on its own device."""
+        """True if engines and ranks share devices, and each engine opens the ranks' memory on the
+        shared devices. With shared devices, all ranks send at the same time, and each rank sends to
+        the engines on its own device."""
 
     def here(self, device: torch.device) -> Any:
         """Returns an identifier of this rank's machine and device."""
@@ -123,11 +123,13 @@ class WeightStream(Protocol):
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Yields each bucket as a handle for workers. Also yields a list with the handles of the
-        calls that the bucket depends on. The caller then starts its own calls, which use the
-        bucket. The caller should pass the handles of its own calls, together with the yielded list,
-        to one call of `Workers.wait`. `Workers.wait` then raises an error of any of these calls
-        immediately. Can be iterated once.
+        """Yields a pair for each bucket. The first element of the pair is the bucket, as a handle
+        for workers. The bucket may depend on calls that are still running. The second element of
+        the pair is a list with the handles of these calls. The caller then starts its own calls,
+        which use the bucket. The caller should pass the handles of its own calls, together with the
+        yielded list, to one call of `Workers.wait`. If one of the calls that are passed to
+        `Workers.wait` fails, `Workers.wait` raises the error of the failed call immediately. Can be
+        iterated once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.

@@ -62,8 +62,9 @@ class BroadcastSync(WeightSync):
             await self._join(layouts)
 
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
-        """Makes the group. Joining the group blocks until all members have joined. This process
-        therefore joins in a separate thread, and asks the servers to join at the same time."""
+        """Makes the group. The call that joins the group blocks until all members have joined the
+        group. This process therefore makes the call in a separate thread. At the same time, this
+        process asks the servers to join the group."""
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()

@@ -305,10 +305,10 @@ def _tags(parts: Collection[str]) -> list[str]:
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
-    for every token. A parsed answer contains no reference cycles, so the garbage collector would
-    find nothing to free in the answer. If the garbage collector were enabled, it would still
-    traverse the lists of every answer. After every few answers, an enabled garbage collector would
-    also traverse all objects of the process."""
+    for every token. A parsed answer contains no reference cycles, so the garbage collector cannot
+    free anything in the answer. An enabled garbage collector wastes time in two ways. For every
+    answer, the garbage collector traverses the answer's lists. Once in every few answers, the
+    garbage collector traverses all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

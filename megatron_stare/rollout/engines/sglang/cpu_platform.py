@@ -92,9 +92,9 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors with the code that SGLang uses when its CPU engine is on. SGLang's CPU engine
-    is off on this project's CPU servers. Without this replacement, SGLang would therefore call a
-    CUDA operator."""
+    """Gathers tensors with the code that SGLang uses if its CPU engine is enabled. The environment
+    variable SGLANG_USE_CPU_ENGINE enables the CPU engine. This project's CPU servers do not enable
+    the CPU engine. Without this replacement, SGLang would therefore call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
@@ -106,9 +106,9 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
     """Makes SGLang use its CPU code for padding. Padding is needed if groups of ranks serve
     separate requests. Without this function, SGLang would use its GPU code for padding, because
-    SGLang's CPU engine is off on this project's CPU servers. Also defines the fill value for
-    sequence lengths, because only the attention backends of SGLang's CPU engine define such a
-    value."""
+    this project's CPU servers do not enable SGLang's optional CPU engine. Also defines the fill
+    value for sequence lengths, because only the attention backends of SGLang's CPU engine define
+    such a value."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)

@@ -88,10 +88,10 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
 
     The run compares only the log-probs of server and trainer. For every token that a server
     returns, the server reports the model's log-prob of this token. The reported log-prob is correct
-    even if the token was not sampled from the model. A comparison of log-probs therefore does not
-    detect tokens that are not samples from the model. On CPUs, SGLang verifies drafts by taking the
-    likeliest token, whatever the temperature is (eagle_utils.py, 0.5.23). On CUDA, speculative
-    decoding returns exact samples if both acceptance thresholds are 1.
+    even if the token was not sampled from the model. A comparison of log-probs therefore cannot
+    detect wrongly sampled tokens. On CPUs, SGLang verifies drafts by taking the likeliest token,
+    whatever the temperature is (eagle_utils.py, 0.5.23). On CUDA, speculative decoding returns
+    exact samples if both acceptance thresholds are 1.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain
@@ -309,9 +309,9 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
 def _column(
     values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
 ) -> Tensor:
-    """Converts the n `values` to a tensor [n]. If `of` is given, applies `of` to each value before
-    the conversion. Uses numpy, because numpy converts Python numbers ten times faster than
-    torch."""
+    """Converts the n `values` to a tensor [n]. If the optional function `of` is given, `of` is
+    applied to each value before the conversion. Uses numpy, because numpy converts Python numbers
+    ten times faster than torch."""
     return torch.from_numpy(
         np.fromiter(values if of is None else map(of, values), dtype, len(values))
     )

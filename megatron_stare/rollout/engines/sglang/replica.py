@@ -214,8 +214,9 @@ def check_servers(config: Config, shape: ModelShape) -> None:
 
 
 def server_flags(config: Config) -> dict[str, str]:
-    """Returns the flags with which servers must have been started. The returned dict maps each flag
-    to the setting of the run that requires the flag."""
+    """Returns the flags with which servers must have been started. In the returned dict, each key
+    is a flag. The value is the name of the enabled setting that needs the flag, such as
+    `sglang.seeds`."""
     wanted = {
         "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
         "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
@@ -306,8 +307,8 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
     """Predicts how much memory one rank of a server uses on a GPU of `capacity` bytes. The rank
     stores its shard of the weights and its part of the cache. The server uses at most the fraction
     `sglang.memory_fraction` of the GPU's memory. The cache takes the memory that the weights leave
-    free within `sglang.memory_fraction`. If `sglang.cache_tokens` tokens need less memory, the
-    cache takes only the memory for `sglang.cache_tokens` tokens."""
+    free within `sglang.memory_fraction`. If `sglang.cache_tokens` is set, the cache takes at most
+    the memory for `sglang.cache_tokens` tokens."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel

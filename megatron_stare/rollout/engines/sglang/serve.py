@@ -91,13 +91,13 @@ def _leave(code: int) -> NoReturn:
 
 
 def _guard(scratch: str) -> None:
-    """Forks a guard process outside this process group. The guard kills this process group when the
-    process that started the server ends. Without the guard, some of SGLang's processes would
-    survive if this process were killed together with the process that started the server. Ray, for
-    example, kills an actor together with the processes that the actor started. If this process ends
-    while the process that started the server still runs, the guard also kills this process group.
-    The guard keeps the server's log until the process that started the server closes the server's
-    standard input."""
+    """Forks a guard process outside this process group. The parent process is the process that
+    started the server. The guard kills this process group when this process ends, or when the
+    parent process ends or closes the server's standard input. Without the guard, some of SGLang's
+    processes would survive if this process were killed together with the parent process. Ray, for
+    example, kills an actor together with the processes that the actor started. After killing the
+    process group, the guard waits until the parent process ends or closes the server's standard
+    input. The guard then removes the folder `scratch`, which contains the server's log."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()

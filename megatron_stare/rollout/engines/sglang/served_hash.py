@@ -62,13 +62,15 @@ class TiledDigest:
 
     Adding bytes does not synchronize with the device. Only `hexdigest` and pickling synchronize.
 
-    The bytes are padded with zeros to n words of 32 bits. Word w at position i becomes fmix(w ^ (i
-    A + s) ^ rotl(i, r)), for two sets of constants (A, s, r). The function fmix is the finalizer of
-    MurmurHash3 (Appleby, 2011). For each set of constants, the mixed words of each tile (8192
-    words) are summed mod 2^32. A tile's value has 64 bits. The upper half of a tile's value is
-    fmix(sum ^ 4n) for the first set of constants. The lower half of a tile's value is fmix(sum ^
-    4n) for the second set of constants. The hash is the finalizer of splitmix64 (Steele, Lea and
-    Flood, 2014) applied to the sum of all tiles' values mod 2^64. The hash of an empty input is 0.
+    The bytes are padded with zeros to n words of 32 bits. The operator ^ is XOR, and rotl(i, r)
+    rotates the 32-bit number i to the left by r bits. The function fmix is the finalizer of
+    MurmurHash3 (Appleby, 2011). The hash uses two triples (A, s, r) of constants. For each triple,
+    word w at position i is mixed to fmix(w ^ (i A + s) ^ rotl(i, r)). A tile consists of 8192
+    consecutive words. S1 is the sum, mod 2^32, of a tile's mixed words for the first triple. S2 is
+    the same sum for the second triple. A tile's value has 64 bits. The upper 32 bits of the tile's
+    value are fmix(S1 ^ 4n), and the lower 32 bits are fmix(S2 ^ 4n). The hash is the finalizer of
+    splitmix64 (Steele, Lea and Flood, 2014) applied to the sum of all tiles' values mod 2^64. The
+    hash of an empty input is 0.
     """
 
     def __init__(self) -> None:
@@ -89,9 +91,10 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds the bytes of the tensor `part` at byte offset `start` of the hashed bytes. Parts may
-        come in any order. A caller can distribute the parts over several digests, and then merge
-        these digests with `joined`. `start` and the part's size must be multiples of four bytes."""
+        """Adds the bytes of the tensor `part`. In the sequence of all hashed bytes, the added bytes
+        begin at byte offset `start`. Parts may come in any order. A caller can distribute the parts
+        over several digests, and then merge these digests with `joined`. `start` and the part's
+        size must be multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")
@@ -101,7 +104,8 @@ class TiledDigest:
 
     def joined(self, other: TiledDigest) -> TiledDigest:
         """Merges this TiledDigest with the TiledDigest `other`. Returns a new TiledDigest, which
-        contains all parts of both. All parts must have been added with `update_at`."""
+        contains the parts of this TiledDigest and the parts of `other`. All parts must have been
+        added with `update_at`."""
         both = TiledDigest()
         both._words = max(self._words, other._words)
         both._sums = self._sums + other._sums

@@ -21,9 +21,9 @@ KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 def share_of_ports(number: int, processes: int) -> Sequence[int]:
     """Returns the subset of PORTS from which one server process of a run draws its ports. A subset
-    has at least two ports. Server processes need separate subsets, because a process binds its
-    ports minutes after it draws the ports. If two processes drew from the same subset, both could
-    draw the same port."""
+    has at least two ports. Each server process needs its own subset, because a port is drawn
+    minutes before the server process binds the port. If two processes drew from the same subset,
+    both could draw the same port."""
     shares = min(processes, len(PORTS) // 2)
     return PORTS[number % shares :: shares]
 

@@ -87,8 +87,8 @@ class SpreadServer(ServerProcess):
             self._fall("\nand ".join(nodes))
 
     def _fall(self, how: str) -> None:
-        """Records how the server ended. Keeps only the first report, because the end of one process
-        makes the other processes end too."""
+        """Records how the server ended. Keeps only the first report. When one process ends, the
+        server's other processes end as a consequence, so later reports do not name the cause."""
         if not self._closing.is_set():
             self._fallen = self._fallen or how
 

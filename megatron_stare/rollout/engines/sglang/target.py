@@ -100,10 +100,10 @@ class ServersTarget(SyncTarget):
     @property
     def owners_send(self) -> bool:
         """Returns True if all servers are on GPUs and `shares_devices` is False. If `owners_send`
-        is True, each rank sends the experts that the rank holds. Servers keep a layer's experts in
-        one parameter. On a GPU, several senders can each hash a part of the experts' parameter.
-        SHA-256, the hash for servers on the CPU, needs all bytes of the experts' parameter in one
-        process."""
+        is True, each rank sends the experts that the rank holds. Servers keep all experts of a
+        layer in one parameter. A sender can hash its own experts, because the hash of servers on
+        GPUs can be computed from parts of the parameter. SHA-256, the hash of servers on CPUs,
+        needs all bytes of the parameter in one process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )

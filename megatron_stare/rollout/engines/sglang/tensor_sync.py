@@ -103,10 +103,11 @@ def packed(bucket: Bucket) -> str:
 
 
 class _BytesPickler(pickle._Pickler):  # the C version does its own name lookup
-    """Pickles the bytes of a storage, with a reference to torch's own function for loading the
-    bytes. In this process, megatron-core 0.19 has replaced torch's own function. The replacement is
-    megatron-core's function `safe_load_from_bytes`. Servers do not load megatron-core, and refuse a
-    pickle that refers to `safe_load_from_bytes`."""
+    """Pickles the bytes of a storage. The pickle refers to the torch function
+    `torch.storage._load_from_bytes`, with which a server loads the bytes. In this process,
+    megatron-core 0.19 has replaced `torch.storage._load_from_bytes` with megatron-core's function
+    `safe_load_from_bytes`. Servers do not load megatron-core, and refuse a pickle that refers to
+    `safe_load_from_bytes`."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
 
