@@ -142,9 +142,9 @@ def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
     said = f"Entropy in the last 5 steps before the change, nats: {listed}."
     if held[best] < max(held.values()):
         said += (
-            f" {NAMES[best]} had the best pass@1 at the end, but not the highest entropy before"
-            " the change. So the entropy before the change does not alone decide how far an arm"
-            " recovers."
+            f" The arm with the best pass@1 at the end ({NAMES[best]}) did not have the highest"
+            " entropy before the change. So other factors than this entropy also decide how far an"
+            " arm recovers."
         )
     return said
 
@@ -189,20 +189,21 @@ def afterwards(told: Mapping[str, Any]) -> list[str]:
             for mean, low, high in (interval(each),)
         )
         lines += [
-            f"For {what}, the sweep chose its lowest learning rate. Runs at lower learning rates"
-            f" were not planned. They came afterwards, with the same seeds. Pass@1 at {said}.",
+            f"For {what}, the sweep chose its lowest learning rate. The plan had no lower"
+            f" learning rates. Runs at lower rates were added later, with the same seeds. Pass@1 at"
+            f" {said}.",
             "",
         ]
     return lines
 
 
 def tried(told: Mapping[str, Any]) -> list[str]:
-    """Returns a list of every task that was tried."""
-    lines = []
+    """Returns a table of every task that was tried."""
+    lines = ["| task | GRPO's pass@1 at each learning rate |", "|---|---|"]
     for each in told["plan"]["tried"]:
         scores = ", ".join(f"{float(lr):g}: {value:g}" for lr, value in each["pass@1"].items())
         taken = " (taken)" if each.get("taken") else ""
-        lines.append(f"- {each['task']}{taken}. GRPO's pass@1 at each learning rate: {scores}.")
+        lines.append(f"| {each['task']}{taken} | {scores} |")
     return lines
 
 

@@ -74,7 +74,7 @@ FIGURES = {
     "pass@1": "pass@1",
     "pass@64": "pass@64",
     "recovered": "steps to recover",
-    "held": "distance from the target, share",
+    "held": "relative distance from the target",
     "drift": "change of entropy, nats a unit step",
 }
 LESS_IS_BETTER = ("recovered", "held")
@@ -107,19 +107,20 @@ where it does not.
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
 
-A world has about eight prompts. Each prompt is the root of a tree of token choices. For every state
-of the tree, the policy has separate logits and samples from their softmax. Half of each prompt's
-gradient is the mean gradient of all prompts, so an update on one prompt also changes the policy on
-other prompts, as in a network. Entropy, expected reward and pass@k are exact. The laboratory
-implements this project's methods a second time; `tests/test_laboratory.py` compares both
-implementations. *By critical surprisal* is an experiment, not a method of this project. It selects
-not a share of the batch, but all tokens whose surprisal exceeds the critical surprisal of their
-state. *Strong* methods have W = 2 or 3, M = 0.2 and a share P of 0.3.
+A world has about eight prompts. Each prompt is the root of a tree of token choices. The policy
+stores separate logits for every state of the tree, and samples a token from the softmax of these
+logits. Half of each prompt's gradient is the mean gradient of all prompts, so an update on one
+prompt also changes the policy on other prompts, as in a network. Entropy, expected reward and
+pass@k are exact. The laboratory implements this project's methods a second time;
+`tests/test_laboratory.py` compares both implementations. *By critical surprisal* is an experiment,
+not a method of this project. It selects all tokens whose surprisal exceeds the critical surprisal
+of their state; the number of selected tokens is not fixed. Methods named *strong* have W = 2 or 3,
+M = 0.2 and a share P of 0.3.
 
-Each cell has {seeds} seeds, and each seed is a world of its own. All methods of a cell have the
-same worlds and the same random numbers. A difference counts as shown if it is more than
-{errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes,
-beside other work.
+Each cell has {seeds} seeds, and each seed generates a different world. All methods of a cell have
+the same worlds and the same random numbers. A difference counts as shown if it is more than
+{errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes, while
+other programs used the same machine.
 
 **A toy cannot show** what a large model does. States here share no features, responses have at most
 three choices, and the learning rate does not adapt. {trained}
@@ -133,11 +134,12 @@ and GEPO are not in the maps, because their formulas are inferred.
 ## Where methods differ from the first of each map
 """
 CHOOSING = """\
-Each map varies two settings. The first table averages pass@1 over the setting that is not in its
-row. Use only the direction, not the value, because the target in nats depends on the model.
-`megatron-stare suggest` suggests a target from a run's first steps ([tuning](tuning.md)). For each
-map and method, the second table takes the number of cells with higher pass@1 than the map's first
-method, minus the number with lower pass@1. The table names the methods with the largest difference.
+Each map varies two settings. A row of the first table shows one of the two; its pass@1 is the mean
+over all values of the other setting. Use only the direction, not the value, because the target in
+nats depends on the model. `megatron-stare suggest` suggests a target from a run's first steps
+([tuning](tuning.md)). The second table compares each method with the first method of a map. It
+counts the cells with higher pass@1 and subtracts the cells with lower pass@1. The table names the
+methods with the largest difference.
 """
 
 
@@ -296,8 +298,8 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if chosen != min(means) and means[chosen][1] < means[min(means)][1] - 0.02:
             lower.append(f"a larger {word(name, axis).partition(',')[0]}")
     if lower:
-        said = ", ".join(lower)
-        lines += ["", f"These give higher pass@1 and lower final entropy: {said}."]
+        said = " or ".join(lower)
+        lines += ["", f"With {said}, pass@1 is higher and final entropy lower."]
     lines += [
         "",
         "| if this decides | methods higher in most cells, and in how many |",
@@ -396,8 +398,8 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
             ]
         else:
             lines += [
-                f"Each cell names the method with the best mean of {FIGURES[figure]} and gives this"
-                f" mean. In brackets is the mean of {NAMES[methods(told)[0]]}.",
+                f"Each cell gives the best method and its mean {FIGURES[figure]}. The number in"
+                f" brackets is the mean of the map's first method ({NAMES[methods(told)[0]]}).",
                 "",
                 *best(name, told, figure),
                 "",
