@@ -72,6 +72,13 @@ def lagged_gate(run: Path) -> None:
     assert rows[1]["stare/amplify"] == pytest.approx(1.1 + moved)
 
 
+def predicted(run: Path) -> None:
+    """The controller acts from before the checkpoint on, so the resumed run still has its fit."""
+    rows = metrics(run)
+    assert rows[0]["predictive/active"] == 0.0
+    assert [row["predictive/active"] for row in rows[11:]] == [1.0, 1.0, 1.0]
+
+
 def loss_scale(run: Path) -> None:
     rows = metrics(run)
     for half in (rows[:10], rows[10:]):
@@ -148,6 +155,18 @@ FEATURES = {
             "algorithm={name: stare, entropy_target: 0.3, adaptive: true}",
         ),
     ),
+    "predictive": Feature(
+        # large steps and batches, so that a dozen measurements show the line
+        {"run.steps": 14, "optimizer.lr": 1.5e-3, "batch.samples_per_prompt": 32},
+        begun(14),
+        13,
+        predicted,
+        saved=12,
+        overrides=(
+            "algorithm={name: stare_predictive, entropy_target: 0.3, target_end: 0.5,"
+            " ramp_start: 4, ramp_steps: 20}",
+        ),
+    ),
     "loss_scale": Feature(
         {
             **{"run.steps": 20, "model.dtype": "float16", "model.head": "gradient_in_forward"},
@@ -184,7 +203,7 @@ FEATURES = {
         overrides=("algorithm={name: stare, correction: {mode: truncate}}",),
     ),
 }
-LONG = {"lagged_gate", "loss_scale"}
+LONG = {"lagged_gate", "loss_scale", "predictive"}
 
 
 @pytest.mark.wide
