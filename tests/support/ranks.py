@@ -3,6 +3,7 @@ is slow."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import sys
@@ -100,6 +101,7 @@ def _serve(pipe: Any, path: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: a collection of the rest takes no time
     while True:
         try:
             module, name, args = pipe.recv()
@@ -109,3 +111,4 @@ def _serve(pipe: Any, path: list[str]) -> None:
             pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        gc.collect()  # else a model keeps its groups, whose threads take a core while a rank idles
