@@ -163,14 +163,14 @@ def _trained(cell: Cell, seeds: int) -> World:
 PAIR = _only("grpo", "stare_c2_strong", "stare_o1_strong", "bonus")
 MAPS: dict[str, Map] = {
     "lr_group": Map(
-        "At which learning rates and group sizes does entropy control raise pass@1 and pass@64?",
+        "At which learning rates and group sizes is pass@1 higher with entropy control?",
         {"lr": (0.25, 0.5, 1.0, 2.0, 4.0), "group": (4, 8, 16, 32)},
         _of(tree),
         PAIR,
         _with(),
     ),
     "sparsity_target": Map(
-        "At which share of right responses and at which target does entropy control raise pass@1?",
+        "At which share of right responses and target is pass@1 higher with entropy control?",
         {"share": (0.005, 0.01, 0.02, 0.05, 0.1), "target": (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)},
         _of(tree, "share"),
         PAIR,
@@ -198,7 +198,7 @@ MAPS: dict[str, Map] = {
         _with(steps=600),
     ),
     "coupling": Map(
-        "At which coupling of the prompts' gradients does entropy control raise pass@1?",
+        "At which coupling of the prompts' gradients is pass@1 higher with entropy control?",
         {"coupling": (0.0, 0.25, 0.5, 0.75, 0.9), "share": (0.01, 0.02, 0.05)},
         _of(tree, "coupling", "share"),
         _all,
@@ -212,7 +212,7 @@ MAPS: dict[str, Map] = {
         _with(lr=1.0),
     ),
     "hard_prompts": Map(
-        "Does the policy still solve prompts whose answer differs from that of most prompts?",
+        "Does the policy still solve the prompts that need an unusual answer?",
         {"hard": (0.125, 0.25, 0.5), "coupling": (0.25, 0.5, 0.75, 0.9)},
         _of(bandit, "hard", "coupling"),
         _all,
@@ -233,7 +233,7 @@ MAPS: dict[str, Map] = {
         drift=True,
     ),
     "clip_updates": Map(
-        "What does a higher upper clip do, with several updates a batch?",
+        "What does a higher upper clip limit change if each batch has several updates?",
         {"updates": (1, 2, 4, 8), "clip_high": (0.2, 0.28, 0.5)},
         # prompts move each other so far in a step that ratios leave the clip's range
         _of(tree, coupling=0.9),

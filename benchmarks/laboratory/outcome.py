@@ -143,8 +143,8 @@ def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
     if held[best] < max(held.values()):
         said += (
             f" The arm with the best pass@1 at the end ({NAMES[best]}) did not have the highest"
-            " entropy before the change. So other factors than this entropy also decide how far an"
-            " arm recovers."
+            " entropy before the change. Entropy alone therefore does not decide how far an arm"
+            " recovers."
         )
     return said
 
@@ -189,9 +189,8 @@ def afterwards(told: Mapping[str, Any]) -> list[str]:
             for mean, low, high in (interval(each),)
         )
         lines += [
-            f"For {what}, the sweep chose its lowest learning rate. The plan had no lower"
-            f" learning rates. Runs at lower rates were added later, with the same seeds. Pass@1 at"
-            f" {said}.",
+            f"For {what}, the best learning rate was the plan's lowest. Runs at lower rates were"
+            f" added later, with the same seeds. Pass@1 at {said}.",
             "",
         ]
     return lines
@@ -217,20 +216,21 @@ def section(told: Mapping[str, Any]) -> list[str]:
     lines = [
         "## On a trained model",
         "",
-        plan["question"],
+        # the plan's question in plainer words
+        "Does STARE raise a tiny model's pass@1 on tasks that a collapsed policy cannot solve?",
         "",
         "    python benchmarks/laboratory/trained.py --out"
         " benchmarks/results/laboratory_trained.json",
         "",
         f"A Qwen2 of 2 layers and width 64 was trained with `megatron-stare`: {each} tuning runs"
         f" for each arm and task, then {len(plan['seeds']['evaluation'])} with other seeds, all in"
-        f" {hours:.1f} hours. Tasks, tries, comparisons and predictions were committed before the"
-        " runs, in `benchmarks/laboratory/preregistration.yaml`; `benchmarks/laboratory/digits.py`"
-        " has the tasks.",
+        f" {hours:.1f} hours. The plan, `benchmarks/laboratory/preregistration.yaml`, was"
+        " committed before the runs: tasks, learning rates to try, comparisons and predictions."
+        " `benchmarks/laboratory/digits.py` implements the tasks.",
         "",
         *decided(told),
         "",
-        f"A difference is shown if p is below {plan['level']} and the mean is at least"
+        f"A difference counts as proven if p is below {plan['level']} and the mean is at least"
         f" {plan['least']} from 0.",
         "",
         "![Reward and entropy by step](pictures/laboratory/trained.svg)",
@@ -238,7 +238,7 @@ def section(told: Mapping[str, Any]) -> list[str]:
     ]
     for task in plan["tasks"]:
         lines += [
-            f"Task `{task}`, with means over seeds and 95 % intervals:",
+            f"Results on task `{task}` are means over seeds, with 95 % intervals in brackets:",
             "",
             *arms(told, task),
             "",

@@ -101,45 +101,45 @@ OPENING = """\
 
 <!-- made by benchmarks/laboratory/study.py -->
 
-This page shows, in worlds small enough to enumerate, where entropy control raises accuracy and
-where it does not.
+The worlds of this page are so small that all responses can be enumerated. The page shows in which
+of them entropy control raises accuracy.
 
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
 
 A world has about eight prompts. Each prompt is the root of a tree of token choices. The policy
 stores separate logits for every state of the tree, and samples a token from the softmax of these
-logits. Half of each prompt's gradient is the mean gradient of all prompts, so an update on one
-prompt also changes the policy on other prompts, as in a network. Entropy, expected reward and
-pass@k are exact. The laboratory implements this project's methods a second time;
-`tests/test_laboratory.py` compares both implementations. *By critical surprisal* is an experiment,
-not a method of this project. It selects all tokens whose surprisal exceeds the critical surprisal
-of their state; the number of selected tokens is not fixed. Methods named *strong* have W = 2 or 3,
-M = 0.2 and a share P of 0.3.
+logits. The gradient of a prompt is the average of its own gradient and the mean gradient of all
+prompts, so an update on one prompt also changes the policy on other prompts, as in a network.
+Entropy, expected reward and pass@k are exact. The laboratory implements this project's methods a
+second time; `tests/test_laboratory.py` compares both implementations. *By critical surprisal* is an
+experiment, not a method of this project. It selects all tokens whose surprisal exceeds the critical
+surprisal of their state; the number of selected tokens is not fixed. Methods named *strong* have W
+= 2 or 3, M = 0.2 and a share P of 0.3.
 
 Each cell has {seeds} seeds, and each seed generates a different world. All methods of a cell have
-the same worlds and the same random numbers. A difference counts as shown if it is more than
+the same worlds and the same random numbers. A difference counts as proven if it is more than
 {errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes, while
 other programs used the same machine.
 
-**A toy cannot show** what a large model does. States here share no features, responses have at most
-three choices, and the learning rate does not adapt. {trained}
+**A toy cannot show** what a large model does. Here the states have no common features. A response
+has at most three choices, and the learning rate does not adapt. {trained}
 
-20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate, its
-steps on these tokens are therefore about five times as long as the steps of other methods. DG
-multiplies each term by a weight between 0 and 1, so its steps are shorter. Clip_V removes up to one
-token per step from the loss, which is a far larger share of a batch here than in a large run. OPEFO
-and GEPO are not in the maps, because their formulas are inferred.
+20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate, it
+therefore changes the weights about five times as much for these tokens as other methods do. DG
+multiplies each term by a weight between 0 and 1, so it changes the weights less. Clip_V removes up
+to one token per step from the loss, which is a far larger share of a batch here than in a large
+run. OPEFO and GEPO are not in the maps, because their formulas are inferred.
 
 ## Where methods differ from the first of each map
 """
 CHOOSING = """\
-Each map varies two settings. A row of the first table shows one of the two; its pass@1 is the mean
-over all values of the other setting. Use only the direction, not the value, because the target in
-nats depends on the model. `megatron-stare suggest` suggests a target from a run's first steps
-([tuning](tuning.md)). The second table compares each method with the first method of a map. It
-counts the cells with higher pass@1 and subtracts the cells with lower pass@1. The table names the
-methods with the largest difference.
+Each map varies two settings. A row of the first table shows one of the two settings. The row's
+pass@1 is the mean over all values of the other setting. Use only the direction, not the value,
+because the target in nats depends on the model. `megatron-stare suggest` suggests a target from a
+run's first steps ([tuning](tuning.md)). The second table compares each method with the first method
+of a map. It counts the cells with higher pass@1 and subtracts the cells with lower pass@1. The
+table names the methods for which this number is largest.
 """
 
 
@@ -399,7 +399,8 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
         else:
             lines += [
                 f"Each cell gives the best method and its mean {FIGURES[figure]}. The number in"
-                f" brackets is the mean of the map's first method ({NAMES[methods(told)[0]]}).",
+                f" brackets is the same mean for the map's first method"
+                f" ({NAMES[methods(told)[0]]}).",
                 "",
                 *best(name, told, figure),
                 "",
