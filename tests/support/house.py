@@ -19,7 +19,8 @@ PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- house: written by tests/support/house.py -->\n", "<!-- /house -->\n"
 
 
-def imports(file: Path) -> set[str]:
+@cache
+def imports(file: Path) -> frozenset[str]:
     """Dotted names that a file imports, of `from a import b` both `a` and `a.b`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -27,7 +28,7 @@ def imports(file: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+    return frozenset(names)
 
 
 def room(file: Path) -> str:
