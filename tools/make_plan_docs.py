@@ -31,7 +31,7 @@ def main() -> int:
     page = PAGE.read_text()
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
-    made = f"{before}{START}Published: {SOURCE}.\n\n{table()}\n{END}{after}"
+    made = f"{before}{START}{SOURCE}.\n\n{table()}\n{END}{after}"
     if "--check" in sys.argv[1:]:
         return int(made != page)
     PAGE.write_text(made)
@@ -108,7 +108,8 @@ ROWS = (
 )
 CLAIMED = 0.3  # of the published time
 SOURCE = (
-    "NeMo-RL 0.5's performance summary (docs/about/performance-summary.md there), H100, bfloat16"
+    "The published times are from NeMo-RL 0.5's docs/about/performance-summary.md, for H100 and"
+    " bfloat16"
 )
 
 
@@ -180,7 +181,7 @@ def _cause(row: Published, step: Step) -> str:
     _, kept = predicted(replace(row, recompute="none"))
     return (
         f". The difference exceeds {CLAIMED:.0%}. Training takes most of this step. NVIDIA did not"
-        " publish whether the run recomputed activations; the run's recipe now does. Without"
+        " publish whether this run recomputed activations; NVIDIA's recipe now does. Without"
         f" recomputation, the predicted step is {kept.seconds:.1f} s"
         f" ({_off(row.seconds, kept.seconds)} from the published time)"
     )
@@ -197,13 +198,17 @@ def _arithmetic(row: Published, run: ResolvedRun, step: Step) -> str:
         if row.ahead
         else f"rollout {phases['rollout']:.1f} + {trained}"
     )
-    times = "4 (with full recomputation)" if row.recompute == "full" else "3"
+    times = (
+        "4 forward passes, as it recomputes all activations"
+        if row.recompute == "full"
+        else "3 forward passes"
+    )
     return (
-        f"{SEQUENCES} sequences of {row.prompt:.0f} prompt and {row.response:.0f} response tokens"
-        f" on {run.config.parallel.world_size} trainer GPUs. A sequence's forward pass costs"
-        f" {flops / 1e12:.1f} TFLOP. A step has 2 forward passes (policy and reference) and an"
-        f" update that costs as much as {times} forward passes. In seconds: {both} + {rest} ="
-        f" {step.seconds:.1f}"
+        f"{run.config.parallel.world_size} trainer GPUs process {SEQUENCES} sequences of"
+        f" {row.prompt:.0f} prompt and {row.response:.0f} response tokens. A sequence's forward"
+        f" pass costs {flops / 1e12:.1f} TFLOP. A step has a forward pass of the policy, one of the"
+        f" reference and an update. The update costs as much as {times}. In seconds:"
+        f" {both} + {rest} = {step.seconds:.1f}"
     )
 
 

@@ -27,7 +27,7 @@ def tool() -> ModuleType:
 TOOL = tool()
 EXPECTED = {  # refused: the setting and words of the reason
     (True, "distributed"): ("sglang.sync", "two ranks of one NCCL group on one GPU"),
-    (False, "tensor"): ("sglang.sync", "they do not see the trainer's GPUs"),
+    (False, "tensor"): ("sglang.sync", "does not see the trainer's GPUs"),
 }
 
 

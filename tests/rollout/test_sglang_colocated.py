@@ -232,7 +232,7 @@ def test_servers_that_are_attached_to_or_on_several_nodes_are_sent_bytes_on_cpus
         ("cuda", True, "tensor", None),
         ("cuda", True, "distributed", "two ranks of one NCCL group on one GPU"),
         ("cuda", True, "disk", None),
-        ("cuda", False, "tensor", "they do not see the trainer's GPUs"),
+        ("cuda", False, "tensor", "does not see the trainer's GPUs"),
         ("cuda", False, "distributed", None),
         ("cuda", False, "disk", None),
         *(

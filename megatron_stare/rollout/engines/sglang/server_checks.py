@@ -297,15 +297,15 @@ def check_sync(config: Config) -> None:
         return
     if asked.sync == "tensor" and not asked.colocated:
         raise ConfigError(
-            "sync=tensor sends handles of GPU memory, which servers with GPUs of their own cannot"
-            " open, because they do not see the trainer's GPUs",
+            "sync=tensor sends handles of the trainer's GPU memory. A server with its own GPUs does"
+            " not see the trainer's GPUs, so it cannot open the handles",
             where="sglang.sync",
             fix="use distributed or disk, or sglang.colocated=true",
         )
     if asked.sync == "distributed" and asked.colocated:
         raise ConfigError(
-            "NCCL refuses two ranks of one NCCL group on one GPU, and with sglang.colocated a rank"
-            " of the trainer shares its GPU with a rank of a server",
+            "with sglang.colocated, a rank of the trainer and a rank of a server share a GPU, and"
+            " NCCL refuses two ranks of one NCCL group on one GPU",
             where="sglang.sync",
             fix="use tensor or disk, or give the servers GPUs of their own: sglang.colocated=false",
         )
