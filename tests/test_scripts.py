@@ -289,8 +289,9 @@ def test_a_tier_of_tests_is_what_test_sh_says(
 ) -> None:
     said = output_of(stand_in, *arguments)
     assert ("servers" in said) is served
-    *checks, pytest_line = said.splitlines()
-    assert [line.split("|")[1] for line in checks if "|" in line] == ["ruff", "ruff", "mypy"]
+    calls = [line for line in said.splitlines() if "|" in line]
+    assert [line.split("|")[1] for line in calls] == ["ruff", "ruff", "pytest", "mypy"]
+    pytest_line = calls[2]
     own = [word for word in arguments if word != "--all"]
     assert pytest_line.split("|")[1:-1] == [
         "pytest",
@@ -302,6 +303,17 @@ def test_a_tier_of_tests_is_what_test_sh_says(
         tier,
         *own,
     ]
+
+
+@pytest.mark.parametrize(("failing", "code"), [("ruff", 4), ("mypy", 5), ("pytest", 6), ("", 0)])
+def test_what_fails_beside_the_tests_fails_their_run(
+    stand_in: Path, failing: str, code: int
+) -> None:
+    said = f'printf "%s|" "$@"; echo\n[ "$2" != "{failing}" ] || exit {code}\n'
+    (stand_in.parents[1] / "python").write_text(f"#!/bin/sh\n{said}")
+    done = subprocess.run(["bash", stand_in], capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("|mypy|" in done.stdout) is (failing != "ruff")
 
 
 def test_slow_tests_are_run_file_by_file(stand_in: Path) -> None:
