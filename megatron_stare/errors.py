@@ -12,8 +12,9 @@ from typing import Any
 class UserError(Exception):
     """Error that the user can fix.
 
-    `exit_code`: exit code of a command that the error ends. The exit code is 75 if the machines
-        caused the error and the run can be resumed. For any other UserError, the exit code is 2.
+    `exit_code`: exit code of a command that fails with this error. The exit code is 75 if the
+        machines caused the error and the run can be resumed. For any other UserError, the exit code
+        is 2.
 
     Args:
         what: the fault, in one sentence.

@@ -41,7 +41,8 @@ MOVED = {
 
 @dataclass(frozen=True)
 class Extension:
-    """Name and settings of an extension: a function or class of this package or of the user.
+    """Name and settings of an extension. An extension is a function or class that this package or
+    the user defines.
 
     In YAML an extension is a name or `{name: ..., setting: value}`. The possible settings are the
     keyword-only parameters of the function or class that the extension names; see `settings_of`.

@@ -92,7 +92,8 @@ def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
 
 
 def _sequences_here(batch: TokenBatch) -> Tensor:
-    """Returns the number of responses that have a counted token in this micro-batch, 0-dim."""
+    """Returns the number of responses with at least one token in this micro-batch's loss mask,
+    0-dim."""
     if batch.sequence_lengths is None:
         raise ValueError("micro_batch_mean needs sequence_lengths")
     seen = torch.zeros_like(batch.sequence_lengths).index_add_(

@@ -42,7 +42,8 @@ METRICS = (
 class ClipCov(Grpo):
     """Settings of Clip-Cov, with the defaults of the released recipe.
 
-    `share`: the share of all tokens that get loss 0.
+    `share`: Clip-Cov sets the loss to 0 for at most this share of all tokens. If the share is less
+        than one token, Clip-Cov draws one token.
     `cov_low`, `cov_high`: a token can be drawn only if its covariance lies between these bounds.
     `seed`: the seed of the random draw.
     """

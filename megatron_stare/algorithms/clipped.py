@@ -28,7 +28,7 @@ METRICS = (
 class Clipped(PolicyGradient):
     """Settings of the clipped surrogate.
 
-    `clip_low`, `clip_high`: the distances from 1 to the lower and the upper bound of the ratio.
+    `clip_low`, `clip_high`: the ratio is clipped to the range [1 - clip_low, 1 + clip_high].
     `dual_clip`: the upper bound of the ratio for negative advantages. `dual_clip` must be above 1.
         Null turns this bound off.
     """

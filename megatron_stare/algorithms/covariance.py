@@ -35,5 +35,6 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 def budget(statistics: Statistics, share: float) -> Tensor:
     """Returns how many tokens to select, 0-dim: N times `share`, rounded down, but at least 1.
-    STARE and 20-Entropy round up instead."""
+    Unlike this function, the methods STARE and 20-Entropy round the number of selected tokens
+    up."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

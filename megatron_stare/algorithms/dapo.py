@@ -22,8 +22,8 @@ from megatron_stare.algorithms.shaping import Overlong
 class Dapo(Grpo):
     """Settings of DAPO: the settings of GRPO, with the defaults of the DAPO paper.
 
-    `overlong`: the soft overlong punishment. Set `overlong.max_length` to the longest response that
-        the run allows.
+    `overlong`: the soft overlong punishment. Set `overlong.max_length` to the largest number of
+        tokens that the run allows in a response.
     """
 
     clip_high: float = 0.28

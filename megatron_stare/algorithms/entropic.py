@@ -2,14 +2,14 @@
 controller changes the weights of tokens in right and wrong answers, but only if a token has a high
 probability.
 
-    e = H - target        a = clip(K_p e + K_i sum of e, -1, 1)
-    on tokens with p > bound: w = 1 + a where A > 0, w = 1 - a where A < 0; else w = 1
+    e = H - target        alpha = clip(K_p e + K_i sum of e, -1, 1)
+    on tokens with p > bound: w = 1 + alpha where A > 0, w = 1 - alpha where A < 0; else w = 1
 
-By default, the controller computes its output `a` in every step before the trainer computes the
-loss. If `statistics.gate` is `lagged`, the controller computes `a` only after the loss, and the
-next step uses this value of `a`. As in the authors' code, the sum of the errors e has no bound.
-After a long time above the target, the entropy therefore stays below the target for about as long,
-and vice versa.
+By default, the controller computes the output alpha in every step before the trainer computes the
+loss. If `statistics.gate` is `lagged`, the controller computes alpha after the loss, and the loss
+of the next step uses this value of alpha. As in the authors' code, the sum of the errors e has no
+bound. After a long time above the target, the entropy therefore stays below the target for about as
+long, and vice versa.
 """
 
 from __future__ import annotations

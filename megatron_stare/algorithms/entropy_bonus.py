@@ -1,6 +1,6 @@
-"""The entropy bonus subtracts c H from the loss. Here H is the entropy, through which the gradient
-flows, and c is a coefficient. The coefficient is fixed, or adjusted so that the entropy reaches a
-target (Skywork-OR1, 2505.22312).
+"""The entropy bonus lowers the loss by a coefficient times the entropy. The gradient flows through
+the entropy H. The coefficient c is fixed, or adjusted so that the entropy reaches a target
+(Skywork-OR1, 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)

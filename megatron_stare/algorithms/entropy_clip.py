@@ -146,8 +146,8 @@ class ClipV(Grpo):
 
     `mu`: a token of negative advantage is a candidate for removal if its -Phi exceeds `mu` times
         the standard deviation of Phi.
-    `max_share`: the largest share of all tokens that can be removed. The candidates with the
-        largest -Phi are removed first. If there are candidates, at least one is removed.
+    `max_share`: Clip_V removes at most this share of all tokens. The candidates with the largest
+        -Phi are removed first. If there are candidates, at least one is removed.
     """
 
     aggregation: Aggregation = "token_mean"

@@ -1,9 +1,11 @@
 """The norm of a step's gradient with respect to the logits, and STAPO's bounds on the norm (arXiv
 2602.15620).
 
-Let w be the derivative of the objective with respect to the log-prob of the sampled token a. The
-gradient with respect to the logits at the position of a is w (one_hot(a) - p). For a vocabulary of
-V entries, the squared norm of the gradient has these bounds:
+Let w be the derivative of the objective with respect to the log-prob of a sampled token. Let
+one_hot(a) be the one-hot vector of the sampled token, and let p be the vector of all vocabulary
+probabilities. The gradient with respect to the logits at the token's position is w (one_hot(a) -
+p). Let p_a be the probability of the sampled token. For a vocabulary of V entries, the squared norm
+of the gradient has these bounds:
 
     |grad|^2 = w^2 (1 - 2 p_a + sum_v p_v^2)
     w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)
@@ -99,8 +101,8 @@ def squared_norm(log_prob: Tensor, sum_p2: Tensor) -> Tensor:
 
 
 def lower_bound(log_prob: Tensor, entropy: Tensor) -> Tensor:
-    """Returns lower bounds of `squared_norm`, [N] float64. A lower bound is the larger of 0 and the
-    paper's bound."""
+    """Returns lower bounds of `squared_norm`, [N] float64. Each returned value is STAPO's lower
+    bound of the squared norm, or 0 if STAPO's bound is negative."""
     return (1 - 2 * log_prob.double().exp() + (-entropy.double()).exp()).clamp_min(0)
 
 
@@ -160,10 +162,10 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
-    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in STAPO's
-    figure, the norm of a token is |one_hot(a) - p|. This is the norm of the gradient of the token's
-    log-prob, not of the objective, so w does not occur in the norm. The gradient is taken with
-    respect to the logits divided by the temperature."""
+    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in a plot of the
+    STAPO paper, the norm of a token is |one_hot(a) - p|. This is the norm of the gradient of the
+    token's log-prob, not of the objective, so w does not occur in the norm. The gradient is taken
+    with respect to the scaled logits z / T, where z are the logits and T is the temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}

@@ -89,8 +89,8 @@ class GrpoS(Clipped):
 
         def share(x: Tensor, among: Tensor) -> Tensor:
             """Divides the value x of each response by the mean of x over responses in the same
-            prompt group. The mean covers only the responses that the mask `among` selects. Returns
-            the quotients, [B]."""
+            prompt group. The argument `among` is a mask of responses, [B] bool. The mean covers
+            only responses whose mask value is True. Returns the quotients, [B]."""
             zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
             number = zeros.index_add(0, groups, among.to(torch.float64))
             total = zeros.index_add(0, groups, torch.where(among, x, 0.0))

@@ -6,8 +6,8 @@ A training step:
 
 2. The trainer runs the log-prob pass.
 
-3. The trainer computes, over all ranks, the statistics that `requests` returns. `control` then
-   updates the method's state.
+3. The method's function `requests` returns requests for statistics. The trainer computes the
+   requested statistics over all ranks. `control` then updates the method's state.
 
 4. For every mini-batch, the trainer computes the requested statistics again, over this mini-batch
    alone. The trainer then calls `token_loss` and `coefficients` on each micro-batch.
@@ -76,9 +76,10 @@ class Method(ABC):
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that says why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if the method can do without the log-prob pass. A method that
-        uses the entropies of the log-prob pass only for its gate can do without the log-prob pass,
-        because the gate can use the entropies of the training pass instead.
+        log-prob pass. Returns None if the method can do without the log-prob pass. A method with a
+        gate for the whole batch can do without the log-prob pass if no other part of the method
+        needs the log-prob pass. Such a gate can use the entropies of the training pass instead of
+        the entropies of the log-prob pass.
 
         A run can skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
         A run without the log-prob pass makes one update per rollout batch. Without the log-prob
@@ -146,7 +147,8 @@ class Method(ABC):
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
         """Computes the advantages of the responses, [B], from their rewards [B] and from the
-        indices of their prompt groups [B]. `counted` [B] bool marks the samples in the baseline."""
+        indices of their prompt groups [B]. The argument `counted` is the mask of the responses that
+        form the baseline of the advantages, [B] bool."""
 
     def initial_state(self) -> dict[str, float]:
         """Returns the state before the first step, as a mapping of names to values. Every

@@ -91,7 +91,8 @@ class PolicyGradient(Method):
     `length_penalty`: Group Relative Overlong Punishment (GROP), or null.
     `correction`: the importance correction from the rollout policy to the training policy, or null.
     `reference_kl`: the loss term with the KL to a reference policy, or null.
-    `entropy_bonus`: the entropy bonus, with a fixed coefficient or a target entropy, or null.
+    `entropy_bonus`: the entropy bonus, or null. The entropy bonus has either a fixed coefficient or
+        a target entropy.
     """
 
     aggregation: Aggregation = "token_mean"
@@ -133,8 +134,8 @@ class PolicyGradient(Method):
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns the reason why an add-on needs the log-prob pass, or None if no add-on needs the
-        pass (see Method). A subclass whose own loss needs the log-prob pass overrides this
-        property."""
+        pass (see Method). A subclass must override this property if the subclass's own loss needs
+        the log-prob pass."""
         if self.correction is not None:
             return (
                 "the importance correction compares old log-probs with the engine's before the loss"
@@ -208,8 +209,8 @@ class PolicyGradient(Method):
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """Returns requests for the statistics that the method needs in addition to the statistics
-        of the filters and add-ons. The loss mask of `kept` holds only the tokens that the filters
-        kept."""
+        of the filters and add-ons. The argument `kept` is a copy of `batch`. In this copy, the loss
+        mask excludes all tokens that the filters removed."""
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:

@@ -1,9 +1,12 @@
 """Computes to first order how a policy-gradient step changes the entropy (STARE, arXiv 2606.19236,
 section 3 and appendix D).
 
-Suppose that a step samples token a with advantage A, and adds eta A (one_hot(a) - p) to the logits.
-The entropy H at the position of a then changes at the rate dH/deta = -A Phi(a). Phi(a) is the rate
-at which H falls if the advantage is 1.
+Let A be the advantage of a sampled token, let one_hot(a) be the one-hot vector of the sampled
+token, and let p be the vector of all token probabilities at the position of the sampled token.
+Suppose that a step of size eta adds the vector eta A (one_hot(a) - p) to the logits at this
+position. The entropy H at the token's position then changes at the rate dH/deta = -A Phi(a). Phi(a)
+is the rate at which H falls if the advantage is 1. In the formulas of Phi(a) and s, p is the
+probability of the sampled token.
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
@@ -101,8 +104,8 @@ _HALLEY_STEPS = 12  # converges cubically; six steps reach double precision for 
 
 
 def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tensor:
-    """Returns S2, [N], from the sums of p^2 and of p^2 ln p over the vocabulary. S2 is never
-    negative, so a result that rounding makes negative becomes 0."""
+    """Returns S2, [N], from the sums of p^2 and of p^2 ln p over the vocabulary. The exact S2 is
+    never negative. If rounding makes the computed S2 negative, the function returns 0."""
     return (sum_p2_log_p + entropy * sum_p2).clamp_min(0)
 
 
@@ -201,7 +204,8 @@ class EntropyForecast:
         `plain_change` is the sum of `masses`.
     `masses`: for each of the sets U+, L+, U- and L-, the part of `plain_change` that comes from the
         set's tokens.
-    `shares`: for each of these four sets, the share of all tokens that lie in the set.
+    `shares`: for each of the sets U+, L+, U- and L-, the number of tokens in the set divided by the
+        number of all tokens.
     `rare_share`: the share of all tokens whose surprisal is above the critical surprisal s*.
     `critical_surprisal`: the mean of the critical surprisal s*, nats.
     `neutral_weight`: W*, the weight on L+ for which `plain_change` would be zero.

@@ -27,7 +27,8 @@ class Overlong:
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
     `max_length`: the largest number of tokens that the run allows in a response.
-    `cache`: the number of tokens before max_length over which the penalty grows from 0 to `factor`.
+    `cache`: a number of tokens. From length max_length - cache to length max_length, the size of
+        the penalty grows linearly from 0 to `factor`.
     `factor`: the size of the penalty at max_length.
     """
 
@@ -113,8 +114,8 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
     """Returns the typical response length of each group, [G], which is max((shortest + longest) /
-    2, mean) over the lengths of the group's selected responses. The argument `over` is the mask of
-    the selected responses, [B] bool. Returns 1 for a group without a selected response."""
+    2, mean) over the lengths of the group's selected responses. Returns 1 for a group without a
+    selected response. The function selects responses with the mask `over`, [B] bool."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
@@ -126,8 +127,8 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Returns the mask of the groups whose counted responses have different values, [G] bool. The
-    mask `counted` [B] selects the counted responses. DAPO's dynamic sampling keeps only groups
-    whose counted responses have different values."""
+    """Returns the mask of the groups in which the compared responses do not all have the same value
+    in `values`, [G] bool. The argument `counted` is the mask of the responses to compare, [B] bool.
+    DAPO's dynamic sampling drops a group if all responses of the group have the same reward."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

@@ -13,8 +13,9 @@ The paper and this file take the quantile over the whole batch. The released cod
 per micro-batch and rank. With `adaptive`, every step changes W and M, even while the gate is
 closed. As in the paper and in the released code, W and M change before the loss of the same step,
 unless the gate is lagged. The module token_sets.py defines all operators of the paper's ablation.
-Some of these operators act on common tokens. In the ablation, a gate per sample uses the mean
-entropy of the response, and a gate per token uses the entropy at the token.
+Some of the paper's operators act on tokens of U+ and U-. The tokens of U+ and U- are not rare. In
+the ablation, a gate per sample uses the mean entropy of the response, and a gate per token uses the
+entropy at the token.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Stare(Grpo):
         bound is rare. If `rare_below` is null, `share` decides which tokens are rare.
     `common`: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom'
         takes the share P with the lowest surprisal.
-    `amplify`: the factor W on amplified advantages, at least 1.
+    `amplify`: the factor W, which multiplies amplified advantages. W must be at least 1.
     `attenuate`: the factor M on attenuated advantages, in (0, 1].
     `entropy_target`: the target entropy in nats. The gate is open while the entropy is below the
         target. If `entropy_target` is null, the gate is always open.
@@ -215,9 +216,10 @@ class Stare(Grpo):
         return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Updates the gate of the batch and the weights W and M. W and M change only if `adaptive`
-        is true. If `statistics.gate` is `lagged`, the loss of the next step is the first loss that
-        uses the updated values. Otherwise, the loss of the same step uses the updated values."""
+        """Updates the batch's gate, the weight W and the weight M. W and M change only if
+        `adaptive` is true. If `statistics.gate` is `lagged`, the loss of the next step is the first
+        loss that uses the updated values. Otherwise, the loss of the same step uses the updated
+        values."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state

@@ -12,21 +12,22 @@ To first order, a step changes the mean entropy by kappa u + d. The forecast u i
 Here c is a token's coefficient in the loss. Tokens whose Phi is not negative keep the weight 1.
 
 After the update the trainer measures y, the change in the mean entropy of the same tokens. The
-controller estimates kappa and d in y = kappa u + d by recursive least squares with a forgetting
-factor (Ljung, System Identification, 1999, section 11.2). The mean entropy of other tokens, such as
-the next batch's, changes by y + b. A state estimator tracks the policy's entropy h and the extra
-change b. The inputs of the estimator are the mean entropy of every batch and the measured changes
-y. Before the next update:
+controller fits the line y = kappa u + d to the forecasts and the measured changes. The fit uses
+recursive least squares with a forgetting factor (Ljung, System Identification, 1999, section 11.2).
+The mean entropy of other tokens, such as the next batch's, changes by y + b. A state estimator
+tracks the policy's entropy h and the extra change b. The inputs of the estimator are the mean
+entropy of every batch and the measured changes y. Before the next update:
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
     W = 1 + G+ e / D, M = 1 + G- e / D, within their bounds; what a bound cuts off, the other takes
 
 The weights are STARE's (`amplify` and `attenuate` behind the gate) in three cases: fewer than five
-changes have been measured, kappa is below twice its standard error, or G+ is below its floor. In
-eight runs of the quickstart, the line y = kappa u + d and a running mean of the earlier changes
-each predicted the next change. The mean squared error of the line was 0.62 times the mean squared
-error of the running mean (benchmarks/forecast_value.py).
+changes have been measured, kappa is below twice its standard error, or G+ is below its floor. Two
+predictors of the next change were compared in eight runs of the quickstart. The first predictor was
+the line y = kappa u + d, and the second predictor was a running mean of the earlier changes. The
+mean squared error of the line was 0.62 times the mean squared error of the running mean
+(benchmarks/forecast_value.py).
 """
 
 from __future__ import annotations

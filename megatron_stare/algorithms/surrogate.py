@@ -15,8 +15,8 @@ LOG_RATIO_LIMIT = 20.0  # a larger exponent would overflow bf16 sums; verl's bou
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Surrogate loss. `loss` [N] is -J, where J is the objective, and `clipped` [N] bool marks the
-    tokens whose J the clipping changed."""
+    """Result of a surrogate loss. The tensor `loss` [N] is -J, where J is the objective. The tensor
+    `clipped` [N] bool is True for a token if clipping changed the objective of the token."""
 
     loss: Tensor
     clipped: Tensor

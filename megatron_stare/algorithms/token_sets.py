@@ -68,7 +68,8 @@ _COMPOSED = {"C1": ("O1", "O3"), "C2": ("O1", "O4"), "C3": ("O2", "O3"), "C4": (
 
 
 def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
-    """Returns the sets that a variant reweights, at most one of each sign."""
+    """Returns the token sets that a variant reweights. A variant reweights at most one set with
+    positive advantages and at most one set with negative advantages."""
     return tuple(_OPERATORS[operator] for operator in _COMPOSED.get(variant, (variant,)))
 
 
@@ -77,8 +78,9 @@ class Selection:
     """Rule that separates rare tokens from common tokens.
 
     `share`: the share P. Let n be the number of tokens whose advantage has the set's sign. A set of
-        rare tokens contains P n of these n tokens, rounded up. If `common` is 'bottom', a set of
-        common tokens also contains P n tokens, rounded up.
+        rare tokens contains P times n of these n tokens, rounded up. If `common` is 'bottom', a set
+        of common tokens contains as many tokens as the set of rare tokens with the same advantage
+        sign.
     `rare_below`: the probability below which a token is rare. If `rare_below` is None, `share`
         decides which tokens are rare.
     """

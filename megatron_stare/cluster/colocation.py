@@ -12,8 +12,8 @@ be too small to hold the trainer and the servers at the same time.
 Optimizer state and KV cache are never on a device at the same time. Before each call, a rank loads
 the parts of the trainer that this call needs (Trainer.onload). This module decides when the trainer
 offloads, what the servers hold in memory, and when a lost server may restart. A lost server
-restarts only in the phases rollout and eval, because a starting server sizes its cache by the free
-device memory.
+restarts only in the phases rollout and eval. The reason is that a server chooses the size of its
+cache when the server starts, according to the free device memory.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def in_order(
 ) -> tuple[TrainerGroup, EnginePool]:
     """Starts trainer and engines.
 
-    Colocated servers start before the trainer is built, because a starting server sizes its cache
-    by the free device memory. After their start, the servers release their memory to make room for
-    the trainer.
+    Colocated servers start before the trainer is built, because a server chooses the size of its
+    cache when the server starts, according to the free device memory. After their start, the
+    servers release their memory to make room for the trainer.
     """
     if not config.sglang.colocated:
         ranks = trainers()
@@ -114,7 +114,8 @@ class Colocation:
 
     def synced(self) -> None:
         """Offloads the trainer after a verified weight sync. The next log-prob pass loads the
-        trainer again. Lets lost servers restart until `release` is called."""
+        trainer again. Allows restarts of lost servers. The next call of `release` forbids restarts
+        again."""
         if self._on:
             self._leave(self._leaving)
             self._engines.allow_restarts()

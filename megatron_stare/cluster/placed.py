@@ -1,5 +1,6 @@
-"""Numbers the ranks by the nodes and GPUs on which the trainer's processes actually run. Checks the
-nodes and GPUs of all processes against the plan, and formats the placement as a table."""
+"""Assigns the ranks to the trainer's processes in the order of the nodes and GPUs on which the
+processes actually run. Checks the nodes and GPUs of all processes against the plan, and formats the
+placement as a table."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
 
 
 def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
-    """Checks that the replica parts run on the nodes and GPUs of the plan. The entries of
+    """Checks the node and the GPUs of every replica part against the plan. The entries of
     `replicas` are in the order of the plan's parts.
 
     Raises:
@@ -77,7 +78,7 @@ def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) 
 
 def _named(plan: Plan, part: int) -> str:
     """Returns the index of the part's replica as text. If the replica is on several nodes, the text
-    also tells which of the replica's parts this is."""
+    also contains the number of the part: "2 (1/4)" is the first of the four parts of replica 2."""
     replica, node = divmod(part, plan.demand.replica_nodes)
     return (
         str(replica)

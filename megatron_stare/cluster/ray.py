@@ -528,8 +528,9 @@ def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> Worker
 
 
 class Reservation:
-    """Reservation of a plan's GPUs in a placement group. The placement group has one bundle for the
-    ranks of each node, and one bundle for each replica part with its own GPUs.
+    """Reservation of a plan's GPUs in a placement group. The placement group has one bundle for
+    each node with ranks. If the replicas do not share the trainer's GPUs, the placement group also
+    has one bundle for each replica part.
 
     Args:
         wait_s: the longest wait until the cluster has reserved the GPUs, seconds.

@@ -40,10 +40,11 @@ def half_started(error: BaseException) -> Any:
     """Returns Ray's record of the processes that a failed start of Ray left behind, or None if
     there are no such processes.
 
-    If Ray fails to start, the processes that Ray has already started run until this Python process
-    ends. Ray keeps a record of these processes. After a failed start, the record can be reached
-    only through the traceback of `error`: a local variable of a function in the traceback refers to
-    the record. This function therefore searches the traceback for the record.
+    A failed start of Ray can leave processes behind. Without a call of `undo`, the processes left
+    behind keep running until this Python process ends. Ray keeps a record of these processes. After
+    a failed start, the record can be reached only through the traceback of `error`: a local
+    variable of a function in the traceback refers to the record. This function therefore searches
+    the traceback for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
@@ -85,8 +86,9 @@ def undo(half: Any) -> None:
 def loss_behind(
     error: Exception, node: Any, died: Callable[[], int | None], what: str
 ) -> WorkerLostError | None:
-    """Checks whether a lost process caused an error, and returns a WorkerLostError that names the
-    lost process. Returns None if no process was lost, or if the error already is a WorkerLostError.
+    """Checks whether a lost process caused an error. If a process was lost, returns a
+    WorkerLostError that names the lost process. Returns None if no process was lost, or if the
+    error already is a WorkerLostError.
 
     Args:
         died: a function that returns the index of a worker that Ray knows to be dead, or None.

@@ -287,8 +287,8 @@ class RayRunner:
         return ranks, replicas, others
 
     def _require_routes(self, config: Config) -> None:
-        """Tests, before any worker is made, every route by which ranks will send weights to
-        servers.
+        """Checks that the ranks can send weights to the servers. The check runs before any worker
+        is built.
 
         Raises:
             UserError: a rank cannot reach a server, or a node does not see the sync folder.

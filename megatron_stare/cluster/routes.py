@@ -16,8 +16,8 @@ TRY_S = 10.0  # timeout of a connection within the cluster
 
 @dataclass(frozen=True)
 class Door:
-    """A test port on the node of a future server. The ranks connect to the test port before the
-    server is started.
+    """Test port on a node on which a server will start later. The ranks connect to the test port
+    before the server starts.
 
     `node`: name of the node.
     `id`: the id of the node in the cluster.
@@ -42,8 +42,8 @@ class Tried:
     """Result of a rank's connection tests.
 
     `node`: name of the rank's node.
-    `unreached`: the servers that the rank cannot reach. The dict maps the index of each such server
-        to the reason.
+    `unreached`: the servers that the rank cannot reach. The dict maps the index of each unreachable
+        server to the reason why the connection failed.
     """
 
     node: str

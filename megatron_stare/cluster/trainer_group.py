@@ -53,8 +53,8 @@ class StateProof:
 
     `log_probs`: maps the name of each policy to its log-probs of a canary batch, [N] in canonical
         order, nats.
-    `sums`: maps each tensor's name to two sums over the whole tensor: of absolute values, and of
-        squares.
+    `sums`: maps each tensor's name to two sums over all elements of the tensor. The first sum adds
+        the absolute values, and the second sum adds the squares.
     `counts`: maps the name of each step counter to the counter's value.
     """
 
@@ -101,8 +101,8 @@ class TrainerGroup:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> UpdateResult:
-        """Runs forward and backward of the weighted loss on one mini-batch, and takes the optimizer
-        step. See Trainer.update."""
+        """Runs the forward and the backward pass of the weighted loss on one mini-batch, and takes
+        the optimizer step. See Trainer.update."""
         if dump_to is not None and self._last is not None:
             batch, plan = self._last
             first = batch.branches.samples[plan.branches(0)].unique()
@@ -138,8 +138,9 @@ class TrainerGroup:
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
-        """Returns the log-probs of the last batch's response tokens before the batch's updates, [N]
-        in canonical order, nats. A log-prob is NaN if the token's loss mask is 0."""
+        """Returns the log-probs of the last batch's response tokens, [N] in canonical order, nats.
+        The log-probs were computed before the updates on this batch. A log-prob is NaN if the
+        token's loss mask is 0."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
@@ -241,7 +242,8 @@ class TrainerGroup:
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         """Returns, for each rank, the shape and dtype of every tensor that the rank would write in
-        an export, by Hugging Face name. Exactly one rank writes each tensor."""
+        an export, by Hugging Face name. For every tensor, there is exactly one rank that writes the
+        tensor."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:
@@ -399,8 +401,9 @@ class TrainerWeights(WeightStream):
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """See WeightStream. All ranks prepare their weights at the same time. If the target allows
-        only one sender at a time, the pipeline stages send one after another. The ranks that own
-        experts send last, also one after another."""
+        only one sender at a time, each pipeline stage waits until the previous stage has sent its
+        weights. In this case, the ranks that own experts send their experts after the last pipeline
+        stage, one rank after another."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None

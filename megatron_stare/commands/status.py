@@ -1,8 +1,8 @@
 """Reads the status of a run from the run's files. The status contains the run's progress, rates and
 alerts, and the command that resumes the run.
 
-`megatron-stare status` uses this module, also for runs on other machines. Changes no files.
-Supports running, killed, resumed and finished runs. Does not import torch.
+`megatron-stare status` uses this module, also for runs on other machines. The run can be in
+progress, killed, resumed or finished. The module changes no files and does not import torch.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def _gain(rows: Sequence[Mapping[str, float]], side: str) -> float:
-    """Returns the mean of G+ over the steps if `side` is "plus", and the mean of G- if `side` is
-    "minus", in nats per unit step. See planning/suggestion.py for G+ and G-."""
+    """Returns the mean of G+ over the training steps if `side` is "plus", and the mean of G- if
+    `side` is "minus". Both means are in nats per unit step in the logits. See
+    planning/suggestion.py for G+ and G-."""
     selected = [
         -row[f"forecast/a_phi_{side}"] / row[TOKENS]
         for row in rows

@@ -127,8 +127,9 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """Returns a list with the dataclass that the type annotation of the field `key` contains. The
-    list is empty if the annotation contains no dataclass or several dataclasses."""
+    """Finds the dataclass in the type annotation of a field. The argument `key` is the name of the
+    field. Returns a list that contains only this dataclass. The list is empty if the annotation
+    contains no dataclass or several dataclasses, or if the annotation cannot be resolved."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:

@@ -198,8 +198,8 @@ class EntropyGuard(Section):
 
 
 class GuardsConfig(Section):
-    """Guards against a non-finite loss or gradient, against spikes of metrics, and against an
-    entropy out of bounds; see docs/guards.md."""
+    """Configures the guards. A guard reacts to a non-finite loss or gradient, to a spike of a
+    metric, or to an entropy out of bounds; see docs/guards.md."""
 
     not_finite: int = Field(
         3,

@@ -133,8 +133,8 @@ def names_now(former: str) -> str:
 
 
 def names_met(config: Mapping[str, Any]) -> list[str]:
-    """Returns one message for each former section name in a configuration. The message contains the
-    former name and the current name of the section."""
+    """Returns one message for each section that has a former name in the configuration. The message
+    contains the former name and the current name of the section."""
     met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
     return met + (
         ["services is settings of observability.sinks now"] if "services" in config else []

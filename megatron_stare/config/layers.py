@@ -1,11 +1,11 @@
 """Builds a configuration from layers. The files that a configuration file lists in `defaults` are
-the lowest layers. The configuration file itself is the next layer, and the overrides of the command
-line are the highest layers.
+the lowest layers. The configuration file itself is the next layer. The overrides that a user gives
+on the command line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-There is one exception. A layer can replace the method or an extension of the lower layers by naming
-another one. The settings that the lower layers contain for the replaced method or extension are
-then discarded.
+There is one exception. If a layer selects another method than the lower layers, the settings that
+the lower layers contain for their method are discarded. The same rule applies to an extension, such
+as a verifier.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def _collect(
 
 
 def layers_of(sections: Mapping[str, Any]) -> list[Layer]:
-    """Returns the layers of a configuration that a program gives as a dict of sections. The lowest
-    layer comes first, and the dict itself is the last layer. File names in the dict's `defaults`
-    are relative to the current folder.
+    """Returns the layers of a configuration. A program passes this configuration as the dict
+    `sections`. The lowest layer comes first, and the dict itself is the last layer. File names in
+    the dict's `defaults` are relative to the current folder.
 
     Raises:
         ConfigError: as read_layers.
@@ -145,8 +145,8 @@ def _collect_beneath(
     above: tuple[Path, ...],
     found: dict[Path, Layer],
 ) -> None:
-    """Removes the key `defaults` from the sections of `path`. Adds to `found` the layers that
-    `defaults` names."""
+    """Removes the key `defaults` from the sections of `path`. For each name in the list under this
+    key, adds the layer with this name and the layers beneath that layer to `found`."""
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(

@@ -226,8 +226,8 @@ def _elsewhere(name: str) -> list[str]:
 
 
 def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
-    """Returns the dotted names of all settings with this name in the nested sections of a pydantic
-    model."""
+    """Returns the dotted name of every setting called `name` in the nested sections of the pydantic
+    class `model`."""
     found = []
     for key, field in model.model_fields.items():
         section = field.annotation

@@ -247,8 +247,9 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
     """Returns values for all fields that features can set in `part`, which is one of Megatron's
-    configurations. The fields of features that are off are included. A feature with the value null
-    counts as off, because `chosen` has already turned on every feature that is to be used."""
+    configurations. The returned dict also contains the fields of disabled features. A feature with
+    the value null counts as disabled, because `chosen` has already turned on every feature that is
+    to be used."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -275,7 +276,7 @@ def connections(config: Config) -> int | None:
 
 def environment(config: Config) -> dict[str, str]:
     """Returns environment variables for trainer ranks. CUDA's libraries and torch's allocator read
-    these variables at start."""
+    these variables during their initialization."""
     named = {
         "CUDA_DEVICE_MAX_CONNECTIONS": connections(config),
         "PYTORCH_CUDA_ALLOC_CONF": config.performance.cuda_allocator,
@@ -292,9 +293,8 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
     Training can reuse the forward pass only if every rank has a single micro-batch in the log-prob
     pass. With several micro-batches, the activations of all of them would have to stay in memory
     until the backward pass. Training can reuse the forward pass only if a step has a single update,
-    because later updates would need a forward pass with the changed weights. Training with several
-    pipeline stages or with replayed routing requires a second forward pass, so it cannot reuse the
-    first forward pass.
+    because later updates would need a forward pass with the changed weights. With several pipeline
+    stages or with `moe.routing_replay`, training always runs a second forward pass.
 
     Args:
         micro_batches: the number of micro-batches of a rank in the log-prob pass.
@@ -315,8 +315,8 @@ def shares_prompts(config: Config) -> bool:
 
     Prompts are shared only if sequences are packed and every rank has whole sequences. With virtual
     stages, prompts are not shared, because virtual stages need micro-batches of equal shape. With
-    replayed routing, prompts are not shared, because replayed routing records experts for each
-    sample.
+    `moe.routing_replay`, prompts are not shared, because the servers return the chosen experts
+    separately for each sample.
     """
     parallel = config.parallel
     return (

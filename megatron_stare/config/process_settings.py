@@ -3,9 +3,9 @@ values for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. If one of these two variables is not set, an SGLang server sets the variable
-to 0 before the server's first collective. The dict AGREED maps each of these two variables to
-SGLang flags. If a server is started with a flag to which AGREED maps a variable, the server always
-sets this variable to 1 in its own environment.
+to 0 before the server's first collective. For each of these two variables, the dict AGREED lists
+one or two SGLang flags. If a server is started with one of the flags of a variable, the server
+always sets the variable to 1 in the server's own environment.
 """
 
 from __future__ import annotations

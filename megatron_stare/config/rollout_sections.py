@@ -209,7 +209,7 @@ class PartialConfig(Section):
 
 
 class SGLangConfig(Section):
-    """Settings of the SGLang servers, which exist only with `rollout.engine: sglang`; see
+    """Configures the SGLang servers. This section requires `rollout.engine: sglang`; see
     docs/sglang.md."""
 
     urls: list[str] = Field(

@@ -1,4 +1,5 @@
-"""Rejects layouts, expert settings and devices that cannot work, before any process starts."""
+"""Raises ConfigError if a run cannot work with its parallel layout, activation recomputation, MoE
+settings, profiling settings or device. The checks are made before any process of the run starts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Defines the configuration sections about training. The sections cover the policy, the layout over
-ranks, batches, the optimizer, and performance."""
+"""Defines the configuration sections about training. The sections are `model`, `parallel`, `batch`,
+`statistics`, `optimizer`, `moe`, `performance` and `memory`."""
 
 from __future__ import annotations
 
@@ -155,7 +155,8 @@ class BatchConfig(Section):
 
 
 class StatisticsConfig(Section):
-    """Source and scope of the statistics that token selection and a method's gate use."""
+    """Configures the source and the scope of the statistics for token selection and for a
+    method's gate."""
 
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",

@@ -1,4 +1,5 @@
-"""Finds problems to remove from training data: repeated problems and problems of evaluation sets.
+"""Finds the problems (prompts with answers) that should be removed from training data. These are
+repeated problems, and problems that also occur in an evaluation set.
 
 Two problems are compared by their words, numbers and operators, in lower case. The comparison
 ignores spacing, punctuation and dollar signs, but distinguishes 3+4 from 3-4. This module imports
@@ -52,8 +53,7 @@ def words(text: str) -> tuple[str, ...]:
 
 class Repeats(NamedTuple):
     """Result of `without_repeats`, which divides a list of problems into three groups. Each field
-    contains the positions of one group's problems in the list. A problem is a pair (prompt,
-    answer).
+    contains the list indices of the problems in one group. A problem is a pair (prompt, answer).
 
     `kept`: positions of the problems that stay.
     `repeated`: positions of problems with the same prompt and the same answer as a kept problem.

@@ -1,4 +1,5 @@
-"""Guesses from the first rows of a file which columns hold the prompt and the answer."""
+"""Finds the columns of a file that contain the prompt and the answer. The module examines only the
+first rows of the file."""
 
 from __future__ import annotations
 
@@ -95,10 +96,10 @@ def _chosen(
 
 
 def _alone(rows: Sequence[Row], role: str, name: str) -> None:
-    """Checks that the column's value is suitable for the given role in every row. `role` is
-    'prompt' or 'answer'. If `role` is 'prompt', the check uses an empty text as the answer. If
-    `role` is 'answer', the check uses an empty text as the prompt. Raises UserError if a value is
-    not suitable."""
+    """Checks every row of `rows`. In each row, the value of the column `name` must be suitable for
+    the role. The argument `role` is 'prompt' or 'answer'. If `role` is 'prompt', the check uses an
+    empty text as the answer. If `role` is 'answer', the check uses an empty text as the prompt.
+    Raises UserError if a value is not suitable."""
     other = "answer" if role == "prompt" else PROMPT_KEY
     for number, where, row in rows:
         fields = {name: _within(row, name), **({} if name == other else {other: ""})}

@@ -76,8 +76,9 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
 
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
-    """Returns the class or function that builds the configured source (`data.source`), and the
-    source's settings. Raises ConfigError like `make_source`."""
+    """Returns a pair. The first element is the class or function that builds the configured source
+    (`data.source`). The second element is a dict of the source's settings. Raises ConfigError like
+    `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):
@@ -159,8 +160,9 @@ class PromptQueue:
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
-        """Puts back the final `n` prompts of the most recent `take`, which were not used. Raises
-        ValueError if the most recent `take` returned fewer than `n` prompts."""
+        """Puts unused prompts back at the front of the queue. The unused prompts are the last `n`
+        prompts of the most recent `take`. Raises ValueError if the most recent `take` returned
+        fewer than `n` prompts."""
         if n > len(self._last):
             raise ValueError(
                 f"{n} prompts cannot be given back of {len(self._last)} that were taken"

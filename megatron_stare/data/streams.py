@@ -1,9 +1,10 @@
 """Defines the two splits of prompts, the seed of each split, and a hash that is used in place of a
 random number generator.
 
-A random number generator has a state, but a hash of counters has none. With the hash, generating
-problem 10^6 costs no more than generating problem 0, and a resumed run has no generator state to
-restore. This module imports no libraries, so tools can use the tasks without torch.
+A random number generator has a state, but a hash of counters has none. With the hash, a program can
+generate the problem at index 10^6 without generating the earlier problems. A resumed run has no
+generator state to restore. This module imports no libraries, so tools can use the tasks without
+torch.
 """
 
 from __future__ import annotations

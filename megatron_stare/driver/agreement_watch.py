@@ -169,8 +169,8 @@ def canary_sequences(
     tokenizer: Any, vocab_size: int, sequences: int, longest: int
 ) -> list[list[int]]:
     """Returns the canary, which is a list of fixed token sequences. The sequences have different
-    lengths of up to `longest` tokens. All runs of a model with the same settings use the same
-    sequences.
+    lengths of up to `longest` tokens. Two runs use the same sequences if both runs have the same
+    model and the same settings.
 
     The sequences are made from a text that ships with the package. Lines that the tokenizer cannot
     encode and decode without loss are left out. Each sequence begins at a different line of the

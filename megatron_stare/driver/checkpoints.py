@@ -2,8 +2,8 @@
 
 All ranks write their parts of a checkpoint while training continues. The driver completes the
 checkpoint after all ranks have finished. A run keeps the newest checkpoints, the checkpoints of
-every n-th step, and the checkpoints with the best values of a metric. To export the policy, this
-module creates the files and the ranks write the tensors into the files.
+every n-th step, and the checkpoints with the best values of a metric. When the policy is exported,
+this module creates the files, and then the ranks write the policy's tensors into these files.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class Retention:
 
 def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
     """Reads a metric from the files of a run and returns the metric's values by step. Metrics named
-    `eval/...` are read from the run's evaluations, and all other metrics from the metrics of its
-    steps."""
+    `eval/...` come from the run's evaluation results. All other metrics come from the metrics that
+    the run logged for each step."""
     if metric is None:
         return {}
     if not metric.startswith("eval/"):

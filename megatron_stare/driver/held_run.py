@@ -104,8 +104,8 @@ class HeldRun:
         """Records that a session has started completely. Sets `from_step` to None, so that the next
         session resumes from the newest checkpoint. If `from_step` was set, the session has renamed
         the checkpoints of all steps after `from_step`, and a resumed run ignores renamed
-        checkpoints. The newest checkpoint is then the checkpoint of `from_step`, or a checkpoint
-        that this run saves later."""
+        checkpoints. The next session therefore resumes from the checkpoint of `from_step`, unless
+        the run has saved a newer checkpoint by then."""
         self._came_up, self._is_up, self.from_step = True, True, None
         tell_came_up()
 
@@ -122,9 +122,9 @@ class HeldRun:
         return {"restarts/run": float(self.restarts)}
 
     def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
-        """Runs one session after another until a session finishes, and returns the result of this
-        session. Reopens the run after a rollback, and also if a worker or an engine was lost and
-        the run can recover.
+        """Runs sessions one after another. If a session ends without an error, no further session
+        is started, and the result of this session is returned. Reopens the run after a rollback,
+        and also if a worker or an engine was lost and the run can recover.
 
         Raises:
             Exception: the error that ended the last session.

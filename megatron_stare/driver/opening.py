@@ -220,8 +220,8 @@ def remarks(config: Config) -> list[str]:
     """Returns the lines that a dry run prints in addition to the configuration.
 
     The lines describe the placement on the Ray cluster and the activation memory. The lines also
-    name the settings of `performance` that are off on this device, and the performance features of
-    Megatron that this package does not support. The lines also list the checks that were skipped
+    name the `performance` settings that are disabled on this device, and the performance features
+    of Megatron that this package does not support. The lines also list the checks that were skipped
     because the model, a file or the servers' software is not on this machine, or because the kind
     of GPU is unknown.
 
@@ -269,8 +269,8 @@ def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
 
 def finished_run(config: Config, from_step: int | None = None) -> Path | None:
     """Finds the configured run. Returns the run's directory if nothing is left to do, and None
-    otherwise. Nothing is left to do if the run has finished its last step, has evaluated every task
-    after this step, and has exported the policy of this step.
+    otherwise. Nothing is left to do if the run has finished its last step, and the resulting policy
+    has been exported and evaluated on every task.
 
     Args:
         from_step: see resume_point.

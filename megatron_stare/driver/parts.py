@@ -210,7 +210,7 @@ class Saves(Part):
         return self._checkpoints.metrics()
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Finishes the pending checkpoint when a run is interrupted or ended by a guard.
+        """Finishes the pending checkpoint if the run was interrupted, or if a guard ended the run.
 
         If a signal or the time limit interrupted the run, waits a limited time for the pending
         checkpoint. After this wait, saves a checkpoint of the last finished step, if the run can

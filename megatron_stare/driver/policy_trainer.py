@@ -113,8 +113,8 @@ class PolicyTrainer:
     def _judge(
         self, guards: Guards, batch: RolloutBatch, metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Returns the guards' metrics. If a guard ends or rolls back the run, also writes the batch
-        to disk."""
+        """Returns the guards' metrics. If a guard ends or rolls back the run, this function also
+        writes the batch to disk."""
         cursors = sorted({trajectory.prompt.cursor for trajectory in batch.trajectories})
         found = guards.judge(batch.step, metrics, cursors)
         if ending := [each for each in guards.fired if each.action in ENDS]:
@@ -122,9 +122,8 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk. The setting `faults.guards.dumps` limits the number of steps
-        whose batches are on disk. If this limit is reached, the batch of a further step is not
-        written. Ignores write errors, such as a full disk.
+        """Writes the batch to disk, unless the batches of `faults.guards.dumps` or more other steps
+        are already on disk. Ignores write errors, such as a full disk.
 
         Args:
             by_rank: if true, also write the non-finite values that every rank finds.

@@ -200,7 +200,8 @@ def check_resume(
 
 def refuse_changes(old: Config, new: Config) -> None:
     """Raises ConfigError if a setting that must stay the same differs between the old and the new
-    configuration. The error names the first of the changed settings, in alphabetical order."""
+    configuration. If several settings have changed, the error names only the setting that comes
+    first in alphabetical order."""
     # earlier releases recorded relative paths
     before, after = (
         _flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)

@@ -121,10 +121,10 @@ class Session:
             self._open = stack.pop_all()
 
     def _find_state(self, dump_step: int | None) -> Path | None:
-        """Sets the state of the run and the position in the prompt source. For a resumed run, takes
-        the state and the position from the checkpoint to resume from. A new run starts with the
-        initial state, at the beginning of the prompt source. Returns the checkpoint that the run
-        must load, or None if the run loads no checkpoint."""
+        """Sets the state of the run and the position in the prompt source. A resumed run starts
+        with the state and the position that the chosen checkpoint contains. A new run starts with
+        the initial state, at the beginning of the prompt source. Returns the checkpoint that the
+        run must load, or None if the run loads no checkpoint."""
         inputs, held = self._inputs, self._held
         made_with = prompt_inputs(self.config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
@@ -379,7 +379,8 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yields the number of each remaining step of the run. After the caller has processed a
-        step, runs the guards, and the saves and evaluations that are due.
+        step, this method checks the step with the guards. This method also saves a checkpoint if a
+        checkpoint is due, and evaluates the policy if an evaluation is due.
 
         Raises:
             RollBack: the run must continue from its newest checkpoint and leave out the prompts of
@@ -434,8 +435,9 @@ class Session:
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """Advances the run's state to step `version`. The rollout source calls `_published` when
-        the weight sync of step `version` is done or was skipped."""
+        """Updates the run's state. The argument `version` becomes the step number of the state. The
+        rollout source calls `_published` when the weight sync of step `version` is done or was
+        skipped."""
         self.state.step, self.state.data = version, self.rollouts.state()
         if self.groups is not None:
             self._kept = self.groups.kept()

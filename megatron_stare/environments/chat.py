@@ -233,10 +233,10 @@ class ChatFormat:
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
-        """Finds the first special token after position `after` of the text `whole`, and returns the
-        positions at which this token starts and ends. The caller must pass a position inside a
-        turn. The first special token that follows this position is then the token that ends the
-        turn."""
+        """Searches a rendered text for a special token, and returns the positions at which the
+        token starts and ends. The search begins at a given position and stops at the first special
+        token. The caller must pass a position inside a turn. The first special token that follows
+        this position is then the token that ends the turn."""
         found = [
             (at, at + len(token))
             for token in self._special

@@ -144,8 +144,8 @@ class ChatRenderer:
 def _owned(
     before: Sequence[int], after: Sequence[int], messages: Sequence[Mapping[str, Any]]
 ) -> RenderedTokens:
-    """Concatenates two lists of tokens. Every token of the list `after` is assigned to the last
-    message. No token of the list `before` is assigned to a message."""
+    """Concatenates two lists of tokens. The tokens of the second list are assigned to the last
+    message. The tokens of the first list are not assigned to a message."""
     last = len(messages) - 1
     return RenderedTokens(
         token_ids=[*before, *after],

@@ -93,11 +93,10 @@ class Generate(Protocol):
         Before the call, the journal records the intent to call the tool. After the call, the
         journal records the answer. An environment runs again for a prompt if the response was
         interrupted or the run was resumed. When the environment runs again, the journal returns
-        each recorded answer without a call of the tool. If the journal contains the intent to call
-        a tool but no answer, nobody knows whether the tool acted. An unanswered call of an
-        idempotent tool is repeated with the same call id. If a tool is not idempotent, an
-        unanswered call of the tool ends the environment's run for this response, and the response
-        is discarded.
+        each recorded answer without a call of the tool. If the journal contains no answer to a
+        recorded call, nobody knows whether the tool acted. An unanswered call of an idempotent tool
+        is repeated with the same call id. If a tool is not idempotent, an unanswered call of the
+        tool ends the environment's run for this response, and the response is discarded.
 
         Args:
             tool: awaited as `tool(request, id)`, where `id` is unique to this call. When the
@@ -137,8 +136,8 @@ class Environment(ABC):
 
     @classmethod
     def tool_schemas(cls, settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-        """Returns the schemas of the environment's tools, which the chat template shows to the
-        policy. Returns None if there are no tools.
+        """Returns the schemas of the environment's tools. The chat template shows these schemas to
+        the policy. Returns None if there are no tools.
 
         Args:
             settings: the environment's settings, checked.

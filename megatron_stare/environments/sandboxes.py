@@ -398,10 +398,10 @@ def command() -> list[str]:
 @cache
 def _proc() -> tuple[str, ...]:
     """Returns the options that tell bubblewrap which /proc a worker gets. Usually bubblewrap mounts
-    a new /proc for the worker. In some containers, mounts such as those of NVIDIA's container hook
-    cover parts of /proc. In such a container, the kernel does not allow bubblewrap to mount a new
-    /proc. If bubblewrap cannot mount a new /proc, the worker gets the container's own /proc. The
-    programs that a worker runs always see an empty /proc."""
+    a new /proc for the worker. In some containers, other mounts hide parts of /proc. For example,
+    NVIDIA's container hook creates such mounts. In such a container, the kernel does not allow
+    bubblewrap to mount a new /proc. If bubblewrap cannot mount a new /proc, the worker gets the
+    container's own /proc. The programs that a worker runs always see an empty /proc."""
     own = ("--proc", "/proc")
     bwrap = shutil.which("bwrap") or "bwrap"
     tried = subprocess.run(

@@ -170,7 +170,7 @@ class Tools(Environment):
         tool calls are not executed.
     `max_calls`: the largest number of tool calls in a response. Each further call gets an error as
         its answer.
-    `turn_tokens`: the largest number of tokens in a turn. If `turn_tokens` is null, a turn can use
+    `turn_tokens`: limit on the number of tokens in a turn. If `turn_tokens` is null, a turn can use
         all tokens that remain for the response.
     `earlier_thinking`: the treatment of the thinking from earlier turns if the chat template omits
         this thinking. With 'keep', the sampled thinking stays in the context. With 'branch', the
@@ -468,8 +468,8 @@ def _error(text: str) -> Answer:
 
 
 def _checker(function: Callable[..., Any]) -> Callable[..., None]:
-    """Returns a function that checks whether `function` accepts the given arguments, but does not
-    run `function`."""
+    """Returns a checker. The checker raises an error if `function` does not accept the checker's
+    arguments. The checker never calls `function`."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None

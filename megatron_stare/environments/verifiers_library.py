@@ -2,8 +2,8 @@
 
 When the library plays an episode, its client sends requests for tokens to an inference server. This
 module runs the inference server inside the driver and answers each request with tokens from
-`generate`. Each request contains all token ids of the context to continue. A response consists of
-the contexts of all requests and the tokens that were sampled after them. Training therefore uses
+`generate`. Each request contains all token ids of the context to continue. A response contains the
+context of each request and the tokens that were sampled for this request. Training therefore uses
 exactly the token ids that the policy read and sampled.
 
 The rollouts use a new event loop in each step, but the library's servers must outlive a step. The
@@ -175,13 +175,14 @@ class Library:
                 raise ConfigError(f"the taskset {taskset!r} has no tasks", where=WHERE)
 
     def task(self, at: int) -> Any:
-        """Returns the `verifiers.v1.Task` with index `at` in the taskset. For an endless taskset,
-        two constants limit the number of tasks in memory. EVALUATED is the number of tasks from the
-        beginning of the taskset that stay in memory, because evaluations use these tasks
-        repeatedly. RECENT is the number of most recently read tasks that stay in memory. If a run
-        goes back to an earlier checkpoint and needs a task that is no longer in memory, the taskset
-        is read again from its beginning. Raises DataError if the taskset begins with a different
-        task when it is read again."""
+        """Returns a task of the taskset as a `verifiers.v1.Task`. The caller passes the task's
+        index in the taskset. For an endless taskset, two constants limit the number of tasks in
+        memory. EVALUATED is the number of tasks from the beginning of the taskset that stay in
+        memory, because evaluations use these tasks repeatedly. RECENT is the number of tasks that
+        stay in memory because these tasks were read last. If a run goes back to an earlier
+        checkpoint and needs a task that is no longer in memory, the taskset is read again from its
+        beginning. Raises DataError if the taskset begins with a different task when it is read
+        again."""
         if at < self._drawn and at not in self._tasks:
             first = self._tasks[0]
             self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0
@@ -213,8 +214,8 @@ def opened(taskset: str, settings: str) -> Library:
 
 
 def opened_by(config: Config) -> Library:
-    """Returns the environment of the library `verifiers` that a configuration names. Raises
-    ConfigError if `rollout.environment` is not an environment of the library."""
+    """Returns the environment that the setting `rollout.environment` selects. Raises ConfigError if
+    this environment does not belong to the library `verifiers`."""
     kind, settings = find_environment(config.rollout.environment)
     if not issubclass(kind, Verifiers):
         raise ConfigError(
@@ -366,7 +367,8 @@ class Episode:
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     def judged(self, played: Any, agent: str) -> Trajectory:
-        """Returns the response with the reward that the library gave to the agent's trace.
+        """Returns the response. If `reward_status` of the response is `ok`, the response's reward
+        is the reward that the library gave to the agent's trace.
 
         Args:
             played: a `verifiers.v1.Episode`.
@@ -402,7 +404,7 @@ class Episode:
 
 class _Session(NamedTuple):
     """Connects a trace of the library `verifiers` with the episode to which the trace belongs. Each
-    request for tokens names its session in a header."""
+    request to the inference server has a header that contains the session's id."""
 
     episode: Episode
     trained: bool

@@ -1,10 +1,11 @@
 """Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes a
 confidence interval for the mean of results over problems. All functions are pure.
 
-Each estimate is an average over all ways to choose k of the n responses. The estimates are
-therefore unbiased for k new responses, and do not depend on the order of the responses. Several
-prompts can contain the same problem, so the variance of a mean is computed from differences between
-problems, not between prompts. docs/evaluation.md defines the estimates in words.
+Each estimate is an average over all ways to choose k of the n responses. Each estimate is therefore
+unbiased: the expected value of the estimate is the expected value of the metric for k new
+responses. The order of the n responses does not affect the estimates. Several prompts can contain
+the same problem, so the variance of a mean is computed from differences between problems, not
+between prompts. docs/evaluation.md defines the estimates in words.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     The k responses are drawn without replacement from the n sampled responses. Of the n responses,
     c_j responses give answer j. The result of answer j is r_j. Let A(j, i) be the event that the
     draw contains answer j exactly i times and contains no other answer more than i times. Let T be
-    the number of answers other than j that occur exactly i times in the draw. In the event A(j, i),
-    answer j wins the vote with probability 1 / (1 + T). The expected result is therefore the sum of
-    r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k. A response
+    the number of other answers that tie with answer j in the draw. In the event A(j, i), answer j
+    wins the vote with probability 1 / (1 + T). The expected result is therefore the sum of r_j *
+    P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k. A response
     without an answer has no vote. If none of the k responses has an answer, the result is 0.
 
     Args:
@@ -83,8 +84,8 @@ def _not_beaten(
     """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses in
     total, which come from the classes in `others` and from `silent`. At most `a` responses of a
     draw come from the same class in `others`. The weight of a draw is the product of its classes'
-    weights, divided by 1 + T. T is the number of classes in `others` from which the draw contains
-    exactly `a` responses.
+    weights, divided by 1 + T. T is the number of classes in `others` whose count of responses in
+    the draw equals `a`.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
@@ -106,8 +107,8 @@ def _not_beaten(
 
 
 def _binomial(n: int, p: float) -> NDArray[np.float64]:
-    """Returns the probabilities of 0, 1, ..., n successes in n trials, as [n + 1]. The probability
-    `p` of a success must be above 0 and below 1."""
+    """Returns an array of n + 1 probabilities. Entry i is the probability of i successes in n
+    trials. The probability `p` of a success must be above 0 and below 1."""
     log_n = math.lgamma(n + 1)
     logs = [
         log_n
@@ -132,19 +133,22 @@ def wilson_interval(
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     In the formula, m = 1 + p (1 - p) / v, and v is the variance of the mean from
     `mean_of_problems`. Let μ be the true mean. On average, p (1 - p) is smaller than μ (1 - μ) by
-    v. The 1 in the formula for m corrects this bias. If all results are 0 or 1 and every prompt has
-    a problem of its own, m equals N, and the interval is exactly Wilson's.
+    v. The 1 in the formula for m corrects this bias. Suppose that every result is 0 or 1, and that
+    no two prompts contain the same problem. In this case, the effective number m equals the number
+    N of results, and the interval is exactly Wilson's score interval.
 
     A prompt's result can be the share of right responses among several responses to the prompt.
-    Such a share varies less than the result of a single response, which is 0 or 1. Shares of right
-    responses therefore make m larger than the effective number of problems, G. The estimate of
-    m - G is unreliable if there are few problems. The estimate of m - G is also unreliable if the
-    mean is near 0 or 1, because the estimate then depends only on the few results between 0 and 1.
-    For these two reasons, the interval replaces m by G + min(w, (z/t)²) (m - G) if m is larger than
-    G. The weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs five right
-    and five wrong results. The number t is the (1 + level)/2 quantile of Student's t distribution
-    with G - 1 degrees of freedom. If all results are equal, m is set to G.
-    tests/evaluation/test_coverage.py simulates how often the interval contains the true mean.
+    Such a share varies less than the result of a single response, which is 0 or 1. If the results
+    are shares of right responses, the effective number m of results is therefore larger than the
+    effective number G of problems. The estimate of m - G is unreliable if there are few problems.
+    The estimate of m - G is also unreliable if the mean is near 0 or 1, because the estimate then
+    depends only on the few results between 0 and 1. For these two reasons, the function reduces m
+    if m is larger than G. The reduction multiplies the difference m - G by the smaller of w and
+    (z/t)². The weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs five
+    right and five wrong results. The number t is the (1 + level)/2 quantile of Student's t
+    distribution with G - 1 degrees of freedom. If all results are equal, the function uses G as the
+    effective number m. A simulation in tests/evaluation/test_coverage.py measures how often the
+    interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.
@@ -208,8 +212,8 @@ def mean_of_problems(
 
 @lru_cache(maxsize=1024)
 def student_quantile(level: float, degrees: float) -> float:
-    """Returns the number t for which |T| <= t with probability `level`, if T has Student's
-    distribution with `degrees` degrees of freedom.
+    """Returns a two-sided quantile of Student's t distribution. A random variable T that has this
+    distribution lies between -t and t with probability `level`, where t is the returned number.
 
     With t = √ν tan θ, the probability of |T| <= t is c ∫_0^θ cos^(ν-1), where c = 2 Γ((ν + 1)/2) /
     (√π Γ(ν/2)). The probability is a concave function of θ, so Newton's method never overshoots if
@@ -217,7 +221,8 @@ def student_quantile(level: float, degrees: float) -> float:
 
     Args:
         level: in (0, 1); 0.95 for an interval of 95 %.
-        degrees: the number ν, not necessarily an integer. Values below 1 count as 1.
+        degrees: the number ν of degrees of freedom, not necessarily an integer. Values below 1
+            count as 1.
     """
     nu = max(1.0, degrees)
     log_c = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2)

@@ -141,7 +141,8 @@ class ReplicaFacts:
 class ServerFacts:
     """A server that the run uses but did not start.
 
-    `answer`: the error of a test request, or "" if the server answered the request.
+    `answer`: error message if a test request to the server failed. The text is empty if the server
+        answered the request.
     """
 
     engine: int

@@ -7,8 +7,9 @@ the watcher requests facts, the agent examines the run's processes on its node. 
 the watcher ends.
 
 The watcher and the agents send each other JSON objects, one per line. An agent first sends the
-run's token, a random text that the driver chose. The watcher disconnects every client that does not
-send the token. The watcher displays or stores the received data, and never executes the data.
+run's secret token, a random text that the driver chose. The watcher disconnects every client that
+does not send the run's secret token. The watcher displays or stores the received data, and never
+executes the data.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ class Nodes:
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts, and returns at once a function that collects the answers.
-        The returned function stops waiting for answers ANSWER_S seconds after the call of `ask`.
-        The returned function returns the answers of the nodes, and for each node that did not
-        answer, the reason."""
+        The returned function waits for the answers, but stops waiting ANSWER_S seconds after the
+        call of `ask`. The returned function returns the answers of the nodes, and for each node
+        that did not answer, the reason."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)

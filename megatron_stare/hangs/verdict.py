@@ -148,8 +148,9 @@ def _collective(facts: Facts) -> Verdict | None:
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """Blames a verifier, an engine or a rank that is at work. If no verifier, engine or rank is at
-    work, blames the driver, because all other processes then wait for the driver."""
+    """Blames a process that is at work. This process can be a verifier, an engine or a rank. If no
+    verifier, engine or rank is at work, blames the driver, because all other processes then wait
+    for the driver."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
@@ -251,8 +252,8 @@ def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
     """Returns the beginning of a sentence, such as `ranks 0, 2 wait in all_reduce for `. The
     returned text ends with the word `for` and a space. If ranks wait in a collective, the text
     names these ranks. If no rank waits in a collective, the text depends on who blocks the run. If
-    the driver blocks the run, the text is `all wait for `. If another process blocks the run, the
-    text is `the driver waits for `."""
+    the driver blocks the run, the text says that all other processes wait. If another process
+    blocks the run, the text says that the driver waits."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)

@@ -52,8 +52,8 @@ class Vigil:
         )
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
-        """Returns True if the run hangs. Reports at most one hang for each phase, and at most MOST
-        hangs in total.
+        """Returns True if the run hangs. Reports at most one hang for each phase. The constant MOST
+        limits the total number of reported hangs.
 
         Args:
             now: current time in seconds, on the same clock as `beat.moved`.
@@ -109,7 +109,7 @@ class Starvation:
 
 
 def of_the_run(folder: Path) -> set[int]:
-    """Returns the pids of all processes on this node for which a phase may wait. A phase may wait
+    """Returns the pids of all processes of this node that can make a phase wait. A phase may wait
     for the driver, for ranks and engines, and for servers and writers that ranks and engines have
     started.
 

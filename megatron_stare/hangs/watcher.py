@@ -115,8 +115,8 @@ class Watcher:
 
     def _read(self) -> Beat | None:
         """Reads the driver's beat. Progress of any rank counts as progress of the driver. The
-        driver itself reports nothing while it waits for ranks, so a long update could otherwise
-        exceed its phase's limit."""
+        driver itself reports no progress while the driver waits for ranks. If the progress of ranks
+        did not count, a long update could exceed the time limit of its phase."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -145,8 +145,8 @@ class Watcher:
 
     def _tell(self, beat: Beat) -> None:
         """Collects facts about the hang, writes the bundle, and prints which process waits for
-        which. If faults.hangs.end_run is true and the run still hangs, kills the processes that
-        block the run."""
+        which. Kills the processes that block the run if faults.hangs.end_run is true and the hang
+        continues."""
         flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)
@@ -199,8 +199,8 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills the processes that block the run. If the run still hangs afterwards, sends SIGTERM
-        to the driver. If the run still hangs after SIGTERM, sends SIGKILL to the driver.
+        """Kills the processes that block the run. Then sends SIGTERM to the driver if the hang
+        continues. Finally sends SIGKILL to the driver if the hang continues after SIGTERM.
 
         A supervised driver gets only SIGKILL, because the supervisor does not restart a driver that
         SIGTERM has ended.

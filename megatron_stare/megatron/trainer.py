@@ -332,7 +332,8 @@ class Trainer:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Runs forward, backward, clipping and optimizer step on one mini-batch.
+        """Trains on one mini-batch: runs the forward pass and the backward pass, clips the
+        gradient, and takes an optimizer step.
 
         Args:
             number: number of the update, counted from 0. Every epoch takes the mini-batches in the
@@ -372,8 +373,8 @@ class Trainer:
         return None
 
     def not_finite(self) -> NotFinite:
-        """Finds weights, gradients and samples with NaN or infinite numbers on this rank. Call
-        `not_finite` after NaN or infinite numbers caused an update to be skipped."""
+        """Searches this rank's weights, gradients and samples for NaN and infinite numbers. Call
+        `not_finite` after an update that was skipped because of NaN or infinite numbers."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
         return look(
@@ -437,7 +438,8 @@ class Trainer:
         return self.stream.next()
 
     def end_weight_stream(self) -> dict[str, str]:
-        """Returns the checksums of the streamed tensors by name, on the first rank."""
+        """Ends the weight stream. On the first rank, returns a dict that maps the name of each
+        streamed tensor to the tensor's checksum. On all other ranks, returns an empty dict."""
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
@@ -532,8 +534,8 @@ class Trainer:
         return reference.model if reference is not None and moves else []
 
     def place(self) -> str:
-        """Returns this rank's device, the releases of its libraries, and a digest of the code; see
-        `computes_on`."""
+        """Returns a text that contains the name of this rank's device, the versions of the
+        libraries in use, and a digest of this package's code. See `computes_on`."""
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
@@ -562,12 +564,12 @@ class Trainer:
         )
 
     def saved(self) -> bool:
-        """Returns True if this rank's part of the checkpoint is written, or if writing it has
-        failed. Unlike `saved`, `finish_save` waits for all ranks."""
+        """Returns True if all processes that write this rank's part of the checkpoint have finished
+        or failed. Unlike `saved`, `finish_save` waits for all ranks."""
         return self._saving is None or self._saving.written()
 
     def wait_saved(self) -> None:
-        """Waits until this rank's part of the checkpoint is written, or until writing it has
+        """Waits until all processes that write this rank's part of the checkpoint have finished or
         failed."""
         if self._saving is not None:
             self._saving.wait()

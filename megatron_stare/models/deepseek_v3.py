@@ -2,9 +2,10 @@
 2412.19437, section 2.1).
 
 Queries are computed from one normed low-rank latent. Keys and values are computed from a second
-low-rank latent. A head's key consists of a part with rotary embeddings and a part without rotary
-embeddings. Each head has its own key part without rotary embeddings, which is computed from the
-latent of keys and values. The key part with rotary embeddings is the same for all heads.
+low-rank latent. The key vector of an attention head has a part with rotary embeddings and a part
+without rotary embeddings. The part without rotary embeddings differs between heads, and is computed
+from the latent of keys and values. The part with rotary embeddings is the same in the key vectors
+of all heads.
 """
 
 from __future__ import annotations

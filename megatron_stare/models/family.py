@@ -246,9 +246,11 @@ class ModelFamily:
         layers grow with the sequence's length, and the operations of attention grow with the square
         of the length.
 
-        For hidden size h and length n, a layer's matrices take 24 h^2 operations a token (Q, K, V,
-        output and a gated MLP of 8/3 h). Causal attention takes 2 h n operations a token. Attention
-        therefore takes n / (12 h) times as many operations as the matrices.
+        For hidden size H, the linear layers of one transformer layer take 24 H^2 operations per
+        token. This number assumes that the matrices of Q, K, V and output have shape [H, H], and
+        that the gated MLP has width 8/3 H. For sequences of length N, causal attention takes 2 H N
+        operations per token and transformer layer. Attention therefore takes N / (12 H) times as
+        many operations as the linear layers.
         """
         return length * (1 + length / (12 * shape.hidden))
 

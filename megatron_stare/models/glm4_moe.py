@@ -114,9 +114,9 @@ class Glm4Moe(Qwen3Moe):
         return super().has(name, shape)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Returns True if a tensor belongs to the multi-token prediction layers. The multi-token
-        prediction layers are numbered after the model's last layer. The multi-token prediction
-        layers also contain an embedding and a head."""
+        """Returns True if a tensor belongs to the multi-token prediction layers. In a checkpoint,
+        the layer numbers of the multi-token prediction layers follow the number of the model's last
+        layer. The multi-token prediction layers also contain an embedding and a head."""
         in_layer = _IN_LAYER.fullmatch(name)
         return (
             in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers

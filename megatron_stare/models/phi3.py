@@ -1,5 +1,6 @@
-"""Defines Phi-3 and Phi-4, which have Llama's layers. Checkpoints of Phi-3 and Phi-4 fuse q, k and
-v in one matrix, and gate and up in another matrix."""
+"""Defines Phi-3 and Phi-4, which have Llama's layers. A checkpoint of Phi-3 or Phi-4 stores the
+projections q, k and v as one matrix `qkv_proj`, and stores the projections `gate` and `up` as one
+matrix `gate_up_proj`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ that make up a parameter, and defines how the parameter is split over tensor-par
 Loading, export, gradients, the weight stream and conversion all use a family's rules. Rules use
 Megatron's parameter names, with layers numbered as in the whole model. Rules cover both layer
 specs. In the local spec, norms and experts' matrices are separate parameters. In Transformer
-Engine's spec, norms are fused into the next linear layer, and each expert's matrices are numbered
-weights of a grouped GEMM.
+Engine's spec, a norm is usually fused into the linear layer that follows the norm. In the same
+spec, each expert's matrices are weights of a grouped GEMM, and the names of these weights end with
+the expert's number.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Rule:
     """The name of a Megatron parameter, and the names, in order, of the Hugging Face tensors that
     make up this parameter. The names have {} in place of layer and expert numbers.
 
-    If a checkpoint has separate tensors for q, k and v, or for gate and up, `hf` names each of
-    these tensors. A checkpoint can instead have one fused tensor, which contains q, k and v (or
-    gate and up) end to end. In this case, `hf` names only the fused tensor.
+    If a checkpoint has separate tensors for q, k and v, or for `gate` and `up`, `hf` names each of
+    these tensors. A checkpoint can instead have one fused tensor, which is the concatenation of q,
+    k and v, or of `gate` and `up`. In this case, `hf` names only the fused tensor.
     """
 
     megatron: str
@@ -166,10 +167,11 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
     The Megatron tensor is a weight or a gradient.
 
     To rebuild a part, concatenate the blocks that all ranks return for this part, along the
-    dimension rule.cut. With the layout `replicated`, each block is already the whole part. Blocks
-    are views of the shard, unless Megatron has split a query group over ranks. A block can have
-    several leading dimensions instead of one dimension of rows. Flattening these leading dimensions
-    gives the block's rows in order.
+    dimension rule.cut. If the layout is `replicated`, concatenation is not needed, because every
+    rank's block already contains the complete Hugging Face tensor. Blocks are views of the shard,
+    unless Megatron has split a query group over ranks. A block can have several leading dimensions
+    instead of one dimension of rows. Flattening these leading dimensions gives the block's rows in
+    order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

@@ -227,9 +227,10 @@ class LinearHead:
 
 
 class _Attached(torch.autograd.Function):
-    """Loss whose gradients were already computed in forward. If `of_weight` is None, the weight's
-    gradient is already in the buffer `weight_gradient` of LinearHead.loss. Backward then returns,
-    in place of the weight's gradient, either None or uninitialised memory (see LinearHead.loss)."""
+    """Loss whose gradients were already computed in the forward pass. If `of_weight` is None, the
+    weight's gradient is already in the buffer `weight_gradient` of LinearHead.loss. If `of_weight`
+    is None, the backward pass returns None or uninitialised memory instead of the weight's gradient
+    (see LinearHead.loss)."""
 
     @staticmethod
     def forward(

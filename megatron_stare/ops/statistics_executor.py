@@ -241,8 +241,9 @@ def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
 def kth_largest(
     keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Returns, for every selection s, the k[s]-th largest of the keys that the selection's mask
-    marks on all ranks of `group`.
+    """Returns one key for every selection: the k-th largest of the selection's keys at positions
+    where the selection's mask is True. The search covers the positions of all ranks in `group`.
+    Every selection has its own k.
 
     Args:
         keys: S tensors [N_s] int64, unique among the masked positions of all ranks.

@@ -1,5 +1,6 @@
-"""Implements the operations of ops/vocab_parallel.py for CPUs, in PyTorch. The operations process
-blocks of rows that are small enough to stay in cache. No buffer is as large as the logits.
+"""Implements the operations of ops/vocab_parallel.py for CPUs, in PyTorch. The rows of the logits
+are divided into blocks, and each block is small enough to stay in the CPU's cache. No buffer is as
+large as the logits.
 
 Half a dozen elementwise operations run on each block. Only the first operation reads the block from
 memory; the other operations find the block in cache. Without blocks, every operation would read the
@@ -30,7 +31,8 @@ _LOWEST = -1000.0
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Computes the sums that vocab_reference.sums defines, block by block."""
+    """Computes the sums for one block of rows after the other. The function vocab_reference.sums
+    defines the sums."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros(6 if second_moment else 4, logits.shape[0], dtype=dtype, device=logits.device)
     if real == 0:
@@ -104,8 +106,8 @@ def _widened(block: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _exponents(z: Tensor, m: Tensor, temperature: float, out: Tensor) -> None:
-    """Writes (z - m) / temperature into `out`, with values below _LOWEST raised to _LOWEST. `out`
-    may be z."""
+    """Writes the larger of (z - m) / temperature and _LOWEST into each element of `out`. `out` may
+    be z."""
     torch.sub(z, m[:, None], out=out)
     if temperature != 1.0:
         out.div_(temperature)

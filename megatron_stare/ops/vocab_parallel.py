@@ -108,8 +108,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rows:
-    """Values that backward needs in addition to the logits. Each field is a tensor [N] with one
-    value per row.
+    """Values that the backward pass needs in addition to the logits. Each field is a tensor [N]
+    with one value per row.
 
     `local`: int64 index of the target token's column among this rank's columns, or -1 if another
         rank has this column.
@@ -263,10 +263,11 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Returns the sum [N] of d w over the columns of all ranks, with d = (z - m) / temperature and
-    w = exp(d) or exp(d)^2. Here z is a row's logits, and m is the maximum of z over the columns of
-    all ranks. The arguments are [R, N], with one row per rank. The argument s_r is the sum of w
-    over a rank's columns, and t_r is the sum of d w over the same columns. For s_r and t_r, d is
-    computed from the rank's own maximum m_r instead of m. `shift` is (m_r - m) / temperature, and
-    `scale` is exp(shift) or exp(shift)^2."""
+    """Returns, for each of the N rows of logits, the sum of the products d * w over the columns of
+    all ranks. Here z is a row's logits, m is the maximum of z over the columns of all ranks, and d
+    is (z - m) / temperature. The weight w is exp(d) for the sum t, and exp(d)^2 for the sum u. The
+    arguments are [R, N], with one row per rank. The argument s_r is the sum of w over a rank's
+    columns, and t_r is the sum of d * w over the same columns. For s_r and t_r, d is computed from
+    the rank's own maximum m_r instead of m. `shift` is (m_r - m) / temperature. `scale` is
+    exp(shift) if w is exp(d), and exp(shift)^2 if w is exp(d)^2."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

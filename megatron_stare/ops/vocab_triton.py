@@ -1,15 +1,17 @@
-"""Implements the operations of ops/vocab_parallel.py in Triton, for GPUs of sm_80 or newer. Forward
-reads every logit once. Backward reads every logit once and writes every logit's gradient once,
-possibly in place. Between reading and writing, all values are float32 in registers.
+"""Implements the operations of ops/vocab_parallel.py in Triton, for GPUs of sm_80 or newer. The
+forward pass reads every logit once. The backward pass reads every logit once and writes every
+logit's gradient once, possibly in place. Between reading and writing, all values are float32 in
+registers.
 
-Forward reads each row of logits in several blocks. The number m is the maximum of all logits that
-forward has read in the row so far. If the next block contains a larger logit, m increases, and
-forward rescales the sums. With h = (m_old - m_new) / temperature, s becomes exp(h) s, t becomes
-exp(h) (t + h s), q becomes exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass
-uses q and u. In the training pass, the same kernel also computes q and u, and these results are
-discarded. A kernel without q and u might round the other sums differently, so the ratios of the
-first update might differ from 1. According to instruction counts, memory bandwidth limits the
-kernel's speed even if the kernel computes q and u. Computing q and u should therefore cost no time.
+The forward pass divides each row of logits into several blocks, and reads one block after the
+other. The number m is the largest logit that the forward pass has read so far in the current row.
+If the next block contains a larger logit, m increases, and the forward pass rescales the sums. With
+h = (m_old - m_new) / temperature, s becomes exp(h) s, t becomes exp(h) (t + h s), q becomes
+exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass uses q and u. In the training
+pass, the same kernel also computes q and u, and these results are discarded. A kernel without q and
+u might round the other sums differently, so the ratios of the first update might differ from 1.
+According to instruction counts, memory bandwidth limits the kernel's speed even if the kernel
+computes q and u. Computing q and u should therefore cost no time.
 
 Shape legend: N tokens, V vocabulary columns of this rank.
 """

@@ -31,12 +31,12 @@ LEAST = 5  # fewest steps for a median
 
 @dataclass(frozen=True)
 class Seen:
-    """Measured time of one phase in one run, and the two terms of the time model for this phase.
+    """Measured time of one phase in one run, and the inputs of the time model for this phase.
 
-    `ideal`: first term of the time model, before the multiplication by the coefficient `inverse`.
-        The unit of `ideal` is seconds, or bytes for the weight sync.
-    `other`: second term of the time model, in seconds, before the multiplication by the coefficient
-        `times`.
+    `ideal`: value that the time model multiplies by the coefficient `inverse`. The unit of `ideal`
+        is seconds, or bytes for the weight sync.
+    `other`: value that the time model multiplies by the coefficient `times`. The unit of `other` is
+        seconds.
     `seconds`: measured seconds of the phase, minus the predicted seconds of communication and
         offloading (`Work.fixed`), because these seconds are not fitted. Nothing is subtracted for
         the rollout phase. The result is above 0.
@@ -48,16 +48,18 @@ class Seen:
 
 
 def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
-    """Fits the sum `inverse` * `ideal` + `times` * `other` to the measured seconds of the runs.
-    Returns the pair of coefficients (`inverse`, `times`) with the smallest sum of squared relative
-    errors.
+    """Fits the two coefficients `inverse` and `times` of the time model to the measured seconds of
+    the runs. The time model adds two products: the coefficient `inverse` multiplied by a run's
+    `ideal`, and the coefficient `times` multiplied by the run's `other`. Returns the pair
+    (`inverse`, `times`) with the smallest sum of squared relative errors.
 
     Both coefficients are at least 0. Each run has a ratio `other` / `ideal`. The two coefficients
     can be told apart only if the largest ratio of all runs is at least `APART` times the smallest
-    ratio. Otherwise, for example with a single run, `times` is 0. If the returned `times` is above
-    0, the returned `inverse` is not below the argument `least`. If the returned `times` is 0, the
-    returned `inverse` can be below the argument `least`. Such a small `inverse` means that the runs
-    were faster than the GPU's peak rate.
+    ratio. Otherwise, for example with a single run, the coefficient `times` is 0. If the
+    coefficient `times` is above 0, the coefficient `inverse` is at least as large as the argument
+    `least`. If the coefficient `times` is 0, the coefficient `inverse` can be below the argument
+    `least`. If the coefficient `inverse` is below the argument `least`, the runs were faster than
+    the GPU's peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -124,9 +126,10 @@ def calibrate(
 def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
-    """Returns one `Seen` per phase, by the phase's name. Phases without a measured time or without
-    predicted work are left out. The rollout phase is also left out if `rollout.staleness` is set.
-    Raises ConfigError if a phase took less time than its communication alone would need."""
+    """Returns a dict that maps the name of each phase to an object of the class `Seen`. Phases
+    without a measured time or without predicted work are left out. The rollout phase is also left
+    out if `rollout.staleness` is set. Raises ConfigError if a phase took less time than its
+    communication alone would need."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)

@@ -70,7 +70,8 @@ def search(
 
 
 def check_nodes(config: Config, nodes: int, node_size: int) -> None:
-    """Raises ConfigError if the run does not fit on a cluster of the given size without other jobs.
+    """Raises ConfigError if the run would not fit on a cluster of the given size even if no other
+    job used the cluster.
 
     Args:
         nodes: number of nodes of the cluster.
@@ -126,11 +127,12 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts. The distance is a sum over settings. If the two
-    layouts' values of a parallel size differ by a factor of 2^n, this size adds n to the distance.
-    If the two layouts' micro-batch sizes differ by a factor of 2^n, the distance grows by n/2. If
-    the layouts use different kinds of recomputation, the distance grows by 1. If the optimizer is
-    distributed in only one of the layouts, the distance also grows by 1."""
+    """Returns the distance between two layouts. The distance is a sum over settings. For each
+    parallel size, such as the tensor-parallel size, the distance grows by n if the sizes in the two
+    layouts differ by a factor of 2^n. If the two layouts' micro-batch sizes differ by a factor of
+    2^n, the distance grows by n/2. If the layouts use different kinds of recomputation, the
+    distance grows by 1. If the optimizer is distributed in only one of the layouts, the distance
+    also grows by 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

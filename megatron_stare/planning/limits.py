@@ -1,5 +1,5 @@
-"""Compares a run's time limits with the times that `megatron-stare plan` predicts, before any
-process starts.
+"""Checks the time limits of a run before the run starts any process. Each time limit is compared
+with the time that `megatron-stare plan` predicts.
 
 A limit below the predicted time is an error, because a run of the planned size would time out. The
 error contains the limit and the predicted time. The time limits are compared only if the kind of
@@ -64,8 +64,8 @@ def check_limits(run: ResolvedRun) -> None:
 
 
 def limits_not_checked(config: Config) -> list[str]:
-    """Returns a list with one line of text if the limits are not compared because the kind of GPU
-    is unknown. Otherwise returns []."""
+    """Returns a list with one line of text if an unknown kind of GPU prevents the comparison of the
+    time limits with the plan. Otherwise returns []."""
     if (
         config.plan.enabled
         and replica_count(config)
@@ -79,8 +79,10 @@ def limits_not_checked(config: Config) -> list[str]:
 
 
 def held(run: ResolvedRun) -> Iterator[Held]:
-    """Yields each time limit of a run together with the planned time of the work that it limits.
-    Yields nothing if plans are disabled or the kind of GPU is unknown."""
+    """Yields one object of the class `Held` for each kind of work that a time limit restricts. The
+    object contains the time limit, and the planned duration of the work that must end within the
+    time limit. Several kinds of work can have the same time limit. Yields nothing if plans are
+    disabled or the kind of GPU is unknown."""
     config = run.config
     gpu = _gpu(config) if config.plan.enabled else None
     if gpu is None:

@@ -2,15 +2,16 @@
 if the GPU has too little memory.
 
 `activation_memory` counts the bytes that a rank keeps in memory between a micro-batch's forward
-pass and its backward pass, with or without recomputation. `activation_memory` models layers without
-Transformer Engine, as they run on a CPU: this package's RMSNorm and SwiGLU, and packed attention
-over groups of equal length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
+pass and its backward pass, with or without recomputation. The counts are for the layers that run on
+a CPU. These layers use this package's RMSNorm, SwiGLU and packed attention instead of Transformer
+Engine. The packed attention processes groups of sequences. The counts assume that all sequences in
+a group have the same length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
 tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
-`budget` sums the memory of a GPU in each phase. docs/colocation.md lists what is in a GPU's memory
-in each phase. `Fit` builds the ranks of a run on torch's meta device, where tensors have no data,
-and measures the size of the ranks. `PlannedFit` assembles the ranks of many layouts from parts that
-are built once.
+For each phase, `budget` determines the bytes of every item in a GPU's memory. docs/colocation.md
+lists what is in a GPU's memory in each phase. `Fit` builds the ranks of a run on torch's meta
+device, where tensors have no data, and measures the size of the ranks. `PlannedFit` assembles the
+ranks of many layouts from parts that are built once.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Needs:
     `optimizer`: bytes of main parameters and moments.
     `reference`: bytes of the reference policy, or 0 if the method needs no reference policy.
     `forward`: bytes of the activations in a forward-only pass.
-    `activations`: bytes of the activations that are kept for backward, plus the largest part that
-        backward recomputes at a time.
+    `activations`: bytes of the activations that are kept for the backward pass, plus the peak bytes
+        of the activations that the backward pass recomputes.
     `buckets`: bytes of the buckets in which the weight sync sends parameters.
     `served`: bytes of the weights on a server's rank.
     `cache`: bytes of the KV cache on a server's rank.
@@ -137,7 +138,7 @@ class Budget:
 
 
 def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Budget:
-    """Sums the memory of a GPU in each phase.
+    """Returns the bytes of every item in a GPU's memory, separately for each phase of a step.
 
     Args:
         capacity: memory of the GPU, bytes.
@@ -290,8 +291,8 @@ def device_bytes() -> int | None:
 
 
 class Fit:
-    """Checks whether runs fit GPUs of `capacity` bytes. Ranks are built once for all runs with
-    equal settings of model, layout and optimizer."""
+    """Checks whether a GPU has enough memory for a run. `capacity` is the memory of the GPU in
+    bytes. Ranks are built once for all runs with equal settings of model, layout and optimizer."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -398,8 +399,8 @@ class Fit:
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
         """Builds the first rank of each pipeline stage on the meta device. Returns one dict per
-        stage. A dict contains the number of bytes of every item on the stage's first rank. No other
-        rank of a stage needs more bytes than the stage's first rank."""
+        stage. Each returned dict maps the items on the first rank of a stage to the items' sizes in
+        bytes. No other rank of a stage needs more bytes than the stage's first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -440,9 +441,7 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     Without virtual stages, the schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2).
     With virtual stages, the schedule is megatron-core's interleaved schedule, in which each forward
     pass runs through only one chunk of a stage. After the warm-up of the interleaved schedule, a
-    stage holds the following number of micro-batches:
-
-        (2 l + (c - 1) p + 1) / c
+    stage holds (2 l + (c - 1) p + 1) / c micro-batches.
 
     Here l is the number of later stages, p is the number of stages, and c is the number of chunks
     per stage.

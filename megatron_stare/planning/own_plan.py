@@ -1,5 +1,6 @@
-"""Predicts the times and the memory of a run when it starts, in the same way as `megatron-stare
-plan`. The predictions are logged with every step, next to the measured times and memory.
+"""Predicts the times and the memory of a run before the run starts any process. The prediction is
+computed in the same way as by `megatron-stare plan`. The prediction is logged with every step, next
+to the measured times and memory.
 
 `driver/held_run.py` makes the prediction once, before any process starts. The prediction is logged
 as the metrics `plan/*`. If the prediction is not possible, a note gives the reason, and the run

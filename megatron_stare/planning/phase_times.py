@@ -61,8 +61,8 @@ def balanced(shape: ModelShape) -> ModelShape:
     """Returns the shape of a dense model that needs the same work per token as the given mixture of
     experts. The shape of a dense model is returned unchanged.
 
-    Every expert is assumed to get an equal share of the tokens. Leading dense layers are treated
-    like MoE layers.
+    Every expert is assumed to get an equal share of the tokens. Dense layers at the start of the
+    model are treated like MoE layers.
     """
     if not shape.experts:
         return shape
@@ -81,8 +81,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Returns the number of matrix entries by which all layers together multiply the hidden states
-    of one token. The matrices are the projections, the router and the feed-forward part."""
+    """Returns the number of matrix entries that one token uses, summed over all layers. The
+    matrices are the projections, the router and the feed-forward part."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -101,8 +101,8 @@ def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
 
 
 def body_flops(shape: ModelShape, prompt: float, response: float) -> float:
-    """Returns the forward FLOPs of all layers without the output layer. Full recomputation repeats
-    the forward FLOPs of the layers."""
+    """Returns the forward FLOPs of the Transformer layers for one sequence. The FLOPs of the output
+    layer are not included. Full recomputation repeats the forward FLOPs of the layers."""
     return forward_flops(shape, prompt, response) - 2 * shape.hidden * shape.vocab_size * response
 
 
@@ -133,8 +133,9 @@ class Work:
         weight sync in bytes per second.
     `fixed`: seconds that are added to the prediction unchanged.
     `moved`: seconds that the ranks need to move every hidden state through memory once, including
-        the pipeline's idle time. A token has one hidden state per layer. The prediction multiplies
-        `moved` by the number of hidden states that the phase moves per token and layer.
+        the pipeline's idle time. A token has one hidden state per layer. The method `seconds`
+        multiplies this value by the argument `moves`. The argument `moves` is the number of hidden
+        states that the phase moves through memory per token and layer.
     """
 
     ideal: float
@@ -234,8 +235,8 @@ def parameters(shape: ModelShape) -> int:
 
 
 def forwards(run: ResolvedRun) -> int:
-    """Returns the number of forward-only passes over the batch that the run needs. A run can need a
-    pass for log-probs, a pass for the reference's log-probs, and a pass for surprisals that are
+    """Returns how many forward-only passes a run makes over the batch of each step. A run can need
+    a pass for log-probs, a pass for the reference's log-probs, and a pass for surprisals that are
     computed anew before each update."""
     passes = 0 if run.config.skips_log_prob_pass else 1
     return (

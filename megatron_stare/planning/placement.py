@@ -122,8 +122,8 @@ class Demand:
         return [size for size in dict.fromkeys(sizes) if self.ranks % size == 0]
 
     def hosted(self, ranks: int, free: int) -> int:
-        """Returns how many replica parts fit on a node. The node has `free` free GPUs and gets
-        `ranks` trainer ranks.
+        """Returns how many replica parts fit on a node. The argument `free` is the number of the
+        node's free GPUs. The argument `ranks` is the number of trainer ranks that the node gets.
 
         If replicas share GPUs with the trainer (`shared`), the replica parts on a node use the GPUs
         of the trainer ranks on this node. Otherwise the replica parts use the node's free GPUs to
@@ -161,8 +161,8 @@ class Plan:
     `ranks`: the node of every rank, by rank.
     `parts`: the node of every replica part. Only replicas on GPUs have parts. The parts of replica
         0 come first, then the parts of replica 1, and so on.
-    `block`: number of ranks in a block. For every n, ranks n * block to (n + 1) * block - 1 are on
-        one node.
+    `block`: number of ranks per block. The first block begins with rank 0, and each block consists
+        of consecutive ranks. All ranks of a block are on the same node.
     """
 
     demand: Demand
@@ -189,7 +189,8 @@ class Plan:
         return [number for number, each in enumerate(self.parts) if each == node]
 
     def sharing(self, part: int) -> range:
-        """Returns the ranks whose GPUs a replica part uses. `demand.shared` must be set."""
+        """Returns the trainer ranks that share their GPUs with a replica part. `part` is the index
+        of the replica part. `demand.shared` must be set."""
         node, size = self.parts[part], self.demand.part_gpus
         first = self.ranks_on(node).start + size * self.parts_on(node).index(part)
         return range(first, first + size)
@@ -214,11 +215,10 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Chooses how many ranks each node gets, such that all replicas fit too. Returns None if no
-    distribution of the ranks leaves enough GPUs for all replicas.
+    """Chooses how many ranks each node gets, such that all replicas fit too. Each node gets a
+    multiple of `block` ranks. Returns None if no such choice exists.
 
-    Each node gets a multiple of `block` ranks. Nodes at the start of the list get as many ranks as
-    possible.
+    Nodes at the start of the list get as many ranks as possible.
     """
     wanted = demand.ranks // block
     parts = demand.parts
@@ -318,8 +318,9 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """Divides `gpus` GPUs into as few equal parts as possible, such that each part has at most
-    `most` GPUs. Returns the number of parts."""
+    """Returns the smallest number of equal parts into which a set of GPUs can be divided if the
+    size of a part is limited. `gpus` is the number of GPUs in the set. `most` is the largest
+    allowed number of GPUs per part."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )

@@ -75,9 +75,9 @@ class Asked:
 
     @property
     def served(self) -> Config:
-        """Configuration for the checks of engines. If this machine has neither the model nor the
-        server software, the settings that only the server software can check are left out of the
-        configuration."""
+        """Configuration that is passed to `check_engine`, `check_tasks` and
+        `check_evaluation_engines`. If this machine has neither the model nor the server software,
+        the settings that only the server software can check are left out of the configuration."""
         return (without_install(self.config) if self.absent else None) or self.config
 
 
@@ -338,8 +338,9 @@ def check_rounds(config: Config) -> None:
 
 def check_statistics(config: Config, method: Method) -> None:
     """Raises ConfigError if the lagged gate skips the log-prob pass although the method or another
-    setting needs this pass. Also raises ConfigError if the method measures the entropy change of
-    updates, but a step has several updates or `statistics.scope` is `micro_batch`."""
+    setting needs this pass. Some methods need a measurement of the entropy change that an update
+    causes. With these methods, also raises ConfigError if a step has several updates, or if
+    `statistics.scope` is `micro_batch`."""
     if method.measures_every and config.batch.updates > 1:
         raise ConfigError(
             f"{config.algorithm.name} learns from the entropy change of one update, and a rollout"
@@ -428,8 +429,8 @@ def check_branches(config: Config, method: Method) -> None:
 
 
 def check_aggregation(config: Config, method: Method) -> None:
-    """Raises ConfigError if the loss is divided by the number of tokens in a micro-batch, but
-    context parallelism spreads these tokens over several ranks."""
+    """Raises ConfigError if two conditions hold: the loss is divided by the number of tokens in a
+    micro-batch, and context parallelism spreads these tokens over several ranks."""
     aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
     if aggregation == "micro_batch_mean" and config.parallel.context > 1:
         raise ConfigError(
@@ -561,11 +562,11 @@ def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
 
 
 def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
-    """Checks that the weights to evaluate belong to the model in model.path. Returns the shape of
-    the model in model.path.
+    """Checks that the weights at `path` belong to the model in model.path. Returns the shape of the
+    model in model.path.
 
     Args:
-        path: a Hugging Face folder or a distributed checkpoint.
+        path: a Hugging Face folder or a distributed checkpoint with the weights for an evaluation.
 
     Raises:
         UserError: the weights are incomplete, or belong to another model.

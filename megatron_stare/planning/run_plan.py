@@ -347,9 +347,10 @@ def for_launch(plan: Plan) -> str:
     at the end of its time limit, to finish its step and save its state. The lines that start with
     `layout` contain the settings parallel.data and rollout.engines.
 
-    `grace_s` is twice the predicted time of a step and a checkpoint, rounded up to whole minutes,
-    and at least 300. A step can last longer than predicted, because dynamic sampling can take
-    several rounds. Raises UserError if the run does not fit into the GPUs' memory.
+    The predicted step time and the predicted checkpoint time are added. This sum is doubled and
+    rounded up to whole minutes. The result is `grace_s`. If the result is below 300 seconds,
+    `grace_s` is 300 seconds. A step can last longer than predicted, because dynamic sampling can
+    take several rounds. Raises UserError if the run does not fit into the GPUs' memory.
     """
     if plan.faults:
         raise UserError(

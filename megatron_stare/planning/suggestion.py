@@ -29,7 +29,7 @@ NEAR_ZERO = 0.05  # of P: a G+ above minus this share counts as 0
 
 @dataclass(frozen=True)
 class Facts:
-    """Means over the first steps of a run.
+    """Mean values over the first steps of a run.
 
     `entropy`: mean entropy over the first few of these steps, in nats.
     `entropy_now`: mean entropy over the last few of these steps, in nats.

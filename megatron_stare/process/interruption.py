@@ -1,18 +1,19 @@
 """Ends a command in an orderly way after a signal. The main thread receives the signal, and the
 driver's thread stops when it next polls for signals.
 
-`on_driver_thread` runs a command on a separate thread. When a signal arrives, the main thread
-records the signal, but does not raise an exception. The driver's thread raises KeyboardInterrupt at
-its next `poll`. No exception is raised between polls. KeyboardInterrupt is therefore never raised
-in three places: in a destructor, which would swallow it, in library code that holds a lock, and
-while Ray starts. Signals do not interrupt the shutdown of processes.
+The function `on_driver_thread` starts a new thread, the driver's thread, and runs a command on this
+new thread. When a signal arrives, the main thread records the signal, but does not raise an
+exception. The driver's thread raises KeyboardInterrupt at its next `poll`. No exception is raised
+between polls. KeyboardInterrupt is therefore never raised while Ray starts, and never inside
+library code that holds a lock. KeyboardInterrupt is also never raised inside a destructor, where
+Python would ignore the exception. Signals do not interrupt the shutdown of processes.
 
 While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
 Before the run closes, the run can save a checkpoint of its last complete step. While responses are
 sampled, the first SIGINT or SIGTERM ends the run immediately. SIGUSR1 ends the run after the
-current step. If the run has not ended `grace_s` seconds after SIGINT or SIGTERM, it ends at its
-next poll, even within a step. `makes_steps` sets `grace_s`. A second Ctrl-C immediately ends the
-process and its child processes, without saving.
+current step. After SIGINT or SIGTERM, the run has `grace_s` seconds to end. When this time is over,
+the run ends at its next poll, even within a step. `makes_steps` sets `grace_s`. A second Ctrl-C
+immediately ends the process and its child processes, without saving.
 """
 
 from __future__ import annotations
@@ -211,7 +212,8 @@ class Interruption:
     def guard(self, on: bool) -> None:
         """Makes the main thread restore the signal handlers of this process. If `on` is True, the
         main thread restores the handlers repeatedly until `guard(False)` is called. If `on` is
-        False, the main thread restores the handlers one last time and then ends the repetition."""
+        False, the main thread restores the handlers once more and then no longer restores the
+        handlers repeatedly."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -430,8 +432,8 @@ def pause(seconds: float) -> None:
 
 
 def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) -> T:
-    """Returns the future's result, or raises the future's error. Until the future is done, polls
-    for signals and calls `meanwhile` repeatedly."""
+    """Returns the future's result, or raises the future's error. Until the future is done, a loop
+    polls for signals and calls the function `meanwhile`."""
     poll()
     meanwhile()
     while not wait([future], timeout=TICK_S).done:
@@ -508,8 +510,8 @@ def stopped_at(standing: Standing) -> None:
 
 
 def stands_at(ask: Callable[[], Standing | None]) -> None:
-    """Stores `ask`, a function that returns how far the run got. The main thread calls `ask` if it
-    ends the process at once, for example after a second Ctrl-C."""
+    """Stores `ask`, a function that returns how far the run got. The main thread calls `ask` before
+    an immediate end of the process, for example after a second Ctrl-C."""
     _current.stands = ask
 
 
@@ -531,8 +533,8 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs a coroutine in a new event loop until it ends, and ends all tasks that the coroutine
-    left, like asyncio.run. Signals have the same effect as in `run_on`."""
+    """Works like asyncio.run. Runs a coroutine to completion in a new event loop, and then cancels
+    all unfinished tasks of this event loop. Signals have the same effect as in `run_on`."""
     loop = asyncio.new_event_loop()
     try:
         return run_on(loop, make)

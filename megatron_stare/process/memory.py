@@ -130,9 +130,10 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 
 class SharedMappings:
-    """Shared memory mappings of this process (proc_pid_maps(5)) at the time when the object is
-    created. A forked child shares these mappings with its parent, but gets its own copy of every
-    other page that is written to."""
+    """List of the MAP_SHARED mappings that this process has when the object is created (see
+    proc_pid_maps(5)). A forked child and its parent share these mappings. When the child or the
+    parent writes to a page outside these mappings, the kernel makes a separate copy of this
+    page."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps") as lines:

@@ -124,8 +124,9 @@ def by_number(address: str) -> str:
 
     Ray uses gRPC. To resolve a host name, gRPC asks DNS servers and may ignore /etc/hosts, in which
     many clusters list their nodes. The returned address comes from this machine's own resolver. If
-    the resolver knows no address of the host, or only loopback addresses, the name is kept. An
-    argument that does not have the form host:port is returned unchanged.
+    the resolver finds no address of the host, the host name is kept. The host name is also kept if
+    all addresses of the host are loopback addresses. An argument that does not have the form
+    host:port is returned unchanged.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host or host.startswith("["):
@@ -175,13 +176,14 @@ class Listener:
         return reason
 
     def require(self, what: str, where: str, fix: str) -> None:
-        """Raises ConfigError if nothing listens at the address. The error's text starts with
-        `what`."""
+        """Raises ConfigError if nothing listens at the address. The value of the argument `what` is
+        the beginning of the error's text."""
         if (reason := self.missing()) is not None:
             why = getattr(reason, "strerror", None) or reason
             raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
 
     def gone(self, after_s: float, timeout_s: float) -> bool:
-        """Returns True if nothing listens at the address now, and no connection has succeeded for
-        more than `after_s` seconds."""
+        """Returns True if two conditions hold: nothing listens at the address now, and the last
+        successful connection was made more than `after_s` seconds ago. Before the first successful
+        connection, the seconds are counted from the creation of the Listener."""
         return self.missing(timeout_s) is not None and time.monotonic() - self._there > after_s

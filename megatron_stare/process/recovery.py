@@ -40,11 +40,12 @@ class RecoveryRule:
 class Attempts:
     """Counts the restarts of one run within one process.
 
-    If `attempts` restarts of the run are counted, the run is not restarted again. For each restart,
-    this class stores the furthest step that the run had reached before the restart. When the run is
-    `window_steps` steps beyond the stored step, the restart is no longer counted. Repeated steps
-    are therefore no progress. A run that always dies before its next checkpoint only repeats steps.
-    All restarts of such a run stay counted, so the run is restarted at most `attempts` times.
+    When the number of counted restarts is equal to the setting `attempts`, the run is not restarted
+    again. For each restart, this class stores the furthest step that the run had reached before the
+    restart. When the run is `window_steps` steps beyond the stored step, the restart is no longer
+    counted. Repeated steps are therefore no progress. Suppose that, after every restart, a run dies
+    before its next checkpoint. Such a run repeats the same steps. All restarts of such a run stay
+    counted, so the run is restarted at most `attempts` times.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -58,8 +59,9 @@ class Attempts:
         return len(self._reached)
 
     def lost(self, step: int) -> float | None:
-        """Records that the run lost a process after step `step`. If the run may restart, counts the
-        restart and returns the seconds to wait before the restart. Otherwise returns None."""
+        """Records the loss of a process. The argument `step` is the number of the last finished
+        step before the loss. If the run may restart, counts the restart and returns the seconds to
+        wait before the restart. Otherwise returns None."""
         rule = self.rule
         self.furthest = max(self.furthest, step)
         self._reached = [

@@ -39,9 +39,10 @@ def seconds_of(text: str) -> float:
 
 
 class TimeLimit:
-    """Time limit counted from `begun`. The next step is expected to take as long as the longest
-    recent step, and the next save as long as the longest save so far. Until the first step ends,
-    the expected step time is zero. Until the first save ends, the expected save time is zero.
+    """Time limit counted from `begun`. The expected step time is the time of the longest recent
+    step. The expected save time is the time of the longest save so far. The method
+    `passed_before_another` adds a margin to both times. Until the first step ends, the expected
+    step time is zero. Until the first save ends, the expected save time is zero.
 
     Args:
         limit_s: time limit in seconds; None: no limit.

@@ -56,8 +56,9 @@ COMPILED = "compiled functions"  # in the description of a device; see `computes
 
 
 def computes_on(compiled: bool = False) -> str:
-    """Returns the device, library releases, and a digest of this package's code. An upgrade of a
-    library or of this package may change the order in which numbers are summed.
+    """Returns a text that contains the name of the device, the releases of the libraries, and a
+    digest of this package's code. An upgrade of a library or of this package may change the order
+    in which numbers are summed.
 
     Args:
         compiled: torch.compile makes functions of the model. Which kernels it makes depends on the

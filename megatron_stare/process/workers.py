@@ -30,8 +30,8 @@ class Workers(ABC):
 
     @abstractmethod
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        """Starts a call on one worker. If the workers are processes, `start_on` returns before the
-        call ends."""
+        """Starts a call on one worker. If the workers are processes, `start_on` does not wait until
+        the worker has finished this call."""
 
     @abstractmethod
     def wait(
@@ -62,7 +62,7 @@ class Workers(ABC):
 
     def replace(self, worker: int) -> None:
         """Ends one worker and starts a new worker in its place. The old worker may hang or be dead.
-        Returns when the new worker is ready.
+        The method `replace` does not return before the new worker is ready.
 
         Any thread may call `replace`, but no other thread may call this worker at the same time.
         Raises UserError if the worker cannot be created.

@@ -42,7 +42,8 @@ class Demonstration(Prompt):
     """One conversation for supervised training. `token_ids` are the ids of the tokens before the
     first token that carries loss.
 
-    `response`: ids of the conversation's remaining tokens, at least one token.
+    `response`: ids of all tokens that follow `token_ids` in the conversation. At least one token
+        follows.
     `loss_mask`: True for each token of `response` that the assistant wrote.
     `written`: text of the response, for people who read the conversation.
     """
@@ -92,9 +93,9 @@ class TokenBatch:
     mini-batch or a micro-batch.
 
     In the training pass, `log_prob` and `current_entropy` carry a gradient. All other columns are
-    detached. `index` numbers the response positions in the canonical order of the whole batch. If
-    two tokens have equal values, a selection prefers the token with the lower `index`, so the
-    result is the same in every layout.
+    detached. The column `index` contains the number of each response position in the canonical
+    order of the whole batch. If two tokens have equal values, a selection prefers the token with
+    the lower `index`, so the result is the same in every layout.
     """
 
     log_prob: Tensor  # [N] under the current policy, nats
@@ -134,8 +135,9 @@ class TokenBatch:
     @property
     def in_baseline(self) -> Tensor:
         """[N] bool: True for the positions of responses whose rewards enter the baseline of the
-        advantages. With `truncated: mask`, truncated responses carry no loss; they are in this
-        mask, but not in `loss_mask`."""
+        advantages. With the setting `truncated: mask`, the rewards of truncated responses enter the
+        baseline, although the tokens of truncated responses carry no loss. For these tokens,
+        `in_baseline` is True and `loss_mask` is False."""
         return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property

@@ -1,9 +1,9 @@
 """Defines a method's requests for statistics of the whole batch, and the answers to these requests.
 Torch is the only library that this module imports.
 
-A method gives each request a name. `ops/statistics_executor.py` computes the answers over all ranks
-that hold tokens of the batch. A method's statistics therefore cover the whole batch exactly, in
-every parallel layout.
+A training method, such as STARE, chooses a name for each of its requests. To answer a request,
+`ops/statistics_executor.py` combines the values of all ranks that hold tokens of the batch. A
+method's statistics therefore cover the whole batch exactly, in every parallel layout.
 
 Shape legend: N response positions held by this rank.
 """
@@ -37,15 +37,16 @@ class TopK:
 
 @dataclass(frozen=True)
 class Quantile:
-    """Request for the q-quantile of `x`, converted to float32, over the positions in `mask`. The
-    quantile is NaN if no position is in `mask`.
+    """Request for the q-quantile of the values of `x` at the positions in `mask`. The values are
+    converted to float32 before the quantile is computed. The quantile is NaN if no position is in
+    `mask`.
 
     The quantile is at position (n - 1) q of the n sorted values, counted from 0. If this position
     is not an integer, `interpolation` determines the quantile in the same way as in numpy. The
     interpolation 'nearest' rounds a position halfway between two integers to the even integer.
     Callers must convert `x` to float32 before they compare `x` with the quantile. The conversion to
-    float32 can round a value of `x` up. If the quantile equals such a rounded value, the quantile
-    is larger than the original value of `x`.
+    float32 can round a value of `x` up. If the quantile is equal to this rounded-up value, the
+    quantile is larger than the value before the conversion.
     """
 
     x: Tensor  # [N]
@@ -85,7 +86,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """Request for the largest `x` over the positions in `mask`. The answer is -inf if no position
+    """Request for the largest `x` over the positions in `mask`. The maximum is -inf if no position
     is in `mask`."""
 
     x: Tensor  # [N]
@@ -121,8 +122,8 @@ Statistics = dict[str, Tensor | Threshold]
 
 
 def scalar(statistics: Statistics, name: str) -> Tensor:
-    """Returns the answer to the request `name`, a 0-dim tensor. The request must be a Mean, Sum,
-    Max, Count or Quantile."""
+    """Returns the 0-dim tensor that answers the request with the given name. The request must be a
+    Mean, Sum, Max, Count or Quantile."""
     return tensor(statistics, name)
 
 
@@ -139,9 +140,9 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
     """Returns int64 keys [N] that sort like `x`. If two values of `x` are equal, the value with the
     lower index has the larger key. The keys are unique if the indices are unique.
 
-    The high 32 bits of a key contain the bits of the float32 value of `x`. For a negative value,
-    all of these bits except the sign bit are complemented, so that the keys sort in the right
-    order. The low 32 bits contain the complement of `index`.
+    The high 32 bits of a key contain the bits of the float32 value of `x`. If the value is
+    negative, the 31 bits after the sign bit are inverted, so that the keys sort in the right order.
+    The low 32 bits contain the complement of `index`.
     """
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
     # int32 values in the order of the floats
@@ -165,8 +166,9 @@ def value_of_key(key: Tensor) -> Tensor:
 
 def top_k_count(n: Tensor, share: float) -> Tensor:
     """Returns how many of n positions to select. The number is 0 if n = 0 or share <= 0. Otherwise
-    it is min(n, max(1, int(n share + 0.999999))): n times share, rounded up without regard to
-    floating-point noise.
+    the number is `min(n, max(1, int(n * share + 0.999999)))`. This formula rounds the product of
+    `n` and `share` up. The constant 0.999999 keeps floating-point noise in the product from adding
+    1 to the result.
 
     Source: STARE's released code (arXiv 2606.19236).
     """

@@ -38,18 +38,20 @@ class LogProbDifference:
     """Summary of the differences "log-prob of the engine minus log-prob of the trainer", in nats,
     over all tokens in a batch's loss mask.
 
-    `everywhere`: differences of all tokens. If no rank has compared a token, the token's difference
-        is NaN.
+    `everywhere`: summary of the log-prob differences for all tokens. If no rank has compared a
+        token, the token's difference is NaN.
     `lowest`: the smallest signed difference; NaN if any difference is NaN.
     `quantiles`: quantiles of the absolute differences, by name.
-    `from_position`: differences of the tokens in each range of positions in the response. The key
-        is the first position of the range. Ranges without tokens are left out.
-    `of_version`: differences of the tokens that were sampled with each weight version. The key is
-        the version.
-    `longest`: differences of the tokens in the longest response. If several responses are equally
-        long, the earliest one in the batch is used.
-    `likely`: differences of tokens to which the trainer gives a probability of at least 1/1000.
-    `unlikely`: differences of tokens to which the trainer gives a probability below 1/1000.
+    `from_position`: one summary of log-prob differences for each range of positions in the
+        response. The key is the first position of the range. Ranges without tokens are left out.
+    `of_version`: one summary of log-prob differences for each weight version that sampled tokens.
+        The key is the version.
+    `longest`: summary of the log-prob differences in the longest response. If several responses are
+        equally long, the earliest one in the batch is used.
+    `likely`: summary of the log-prob differences for tokens to which the trainer gives a
+        probability of at least 1/1000.
+    `unlikely`: summary of the log-prob differences for tokens to which the trainer gives a
+        probability below 1/1000.
     """
 
     everywhere: Sizes

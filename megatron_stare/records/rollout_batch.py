@@ -194,11 +194,11 @@ class RolloutBatch(_Columns):
         return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
-        """Returns the parts of columns that belong to the branches in `branches`. The keys of the
-        returned dict are the columns' names. The dict covers the columns with one entry per token.
-        The dict also contains the columns `run_versions` and `run_lengths`. These two columns have
-        one entry per sequence of consecutive tokens that were sampled with the same weight
-        version."""
+        """Selects the column entries that belong to the branches in `branches`, and returns these
+        entries as a dict. The keys of the dict are the columns' names. The dict covers the columns
+        with one entry per token. The dict also contains the columns `run_versions` and
+        `run_lengths`. These two columns have one entry per sequence of consecutive tokens that were
+        sampled with the same weight version."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )

@@ -2,7 +2,7 @@
 people who read these responses see the values. Torch is the only library that this module imports.
 
 Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
-(`megatron/step/diagnostics.py`). The TokenNumbers of one rank is called a part. The driver joins
+(`megatron/step/diagnostics.py`). The object that one rank makes is called a part. The driver joins
 the parts, and attaches the values of each response to the response's trajectory.
 
 Shape legend: n tokens of one response; m tokens in the part that one rank makes.
@@ -39,7 +39,7 @@ class TokenNumbers:
     rare: Tensor
 
     def to_host(self) -> TokenNumbers:
-        """Waits for the device and returns the columns on the CPU."""
+        """Waits for the device and returns a TokenNumbers that has all columns in CPU memory."""
         return TokenNumbers(**{f.name: getattr(self, f.name).cpu() for f in fields(self)})
 
 
@@ -74,10 +74,10 @@ def of_responses(
 
 
 def spread(size: int, limit: int) -> list[int]:
-    """Picks at most `limit` of `size` samples, at even distances, so that they come from as many
-    prompts as possible. In a batch, the samples of a prompt follow one another. The first `limit`
-    samples of a batch therefore come from few prompts. Returns the indices of the picked
-    samples."""
+    """Picks at most `limit` samples from a batch that has `size` samples. The picked samples are
+    evenly spaced in the batch and therefore come from as many prompts as possible. In a batch, the
+    samples of a prompt follow one another. The first `limit` samples of a batch therefore come from
+    few prompts. Returns the indices of the picked samples."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

@@ -1,5 +1,6 @@
-"""Defines `Trajectory`, a response to a prompt in one or more turns, whose per-token values are
-stored in columns. The only third-party imports are numpy and torch.
+"""Defines `Trajectory`, the record of one response to a prompt. A response has one or more turns.
+The per-token values of a response are stored in columns. The only third-party imports are numpy and
+torch.
 
 Shape legend: n tokens of the response; L layers; K experts to which a mixture of experts routes a
 token. Each token of a response was either sampled by an engine or inserted by an environment.
@@ -131,8 +132,8 @@ def sampled_trajectory(
     version: int = 0,
     finish_reason: FinishReason = "stop",
 ) -> Trajectory:
-    """Builds a single-turn trajectory from Python numbers, for tools and tests. All tokens are
-    recorded as sampled by the weight version `version`."""
+    """Builds a single-turn trajectory from Python numbers, for tools and tests. The argument
+    `version` becomes the weight version of every token."""
     ids = torch.tensor([*tokens], dtype=torch.int32)
     return Trajectory(
         prompt=prompt,
@@ -177,10 +178,11 @@ def unknown(dtype: torch.dtype) -> int:
 
 
 def covering(column: Tensor, tokens: int) -> Tensor:
-    """Returns the experts [tokens, L, K] of all tokens of a sequence. `column` [m, L, K] holds the
-    experts of the first m tokens, m <= tokens. The experts of the later tokens are unknown. The
-    experts of a response's last token are always unknown, because the engine never runs its model
-    on the last token."""
+    """Returns the experts [tokens, L, K] of all tokens of a sequence. The argument `tokens` is the
+    length of the sequence. The argument `column` [m, L, K] holds the experts of the first m tokens,
+    and m must not exceed the length of the sequence. The experts of the later tokens are unknown.
+    The experts of a response's last token are always unknown, because the engine never runs its
+    model on the last token."""
     more = torch.full(
         (tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype
     )

@@ -136,10 +136,11 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
-    """Returns the number of consecutive non-finite updates at the end of a training step. `skipped`
-    is the number of consecutive non-finite updates before the training step. An update on an empty
-    mini-batch has no gradient and is therefore ignored. An update whose scaled gradient overflowed
-    is also ignored, because the overflow only requires a smaller loss scale.
+    """Counts consecutive non-finite updates, and returns the count after the last update of a
+    training step. A finite update resets the count to 0. `skipped` is the count before the first
+    update of the training step. An update on an empty mini-batch has no gradient and is therefore
+    ignored. An update whose scaled gradient overflowed is also ignored, because the overflow only
+    requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

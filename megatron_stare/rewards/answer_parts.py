@@ -1,6 +1,6 @@
-r"""Parses mathematical answers. Converts non-ASCII characters to ASCII and LaTeX. Recognises names,
-equations, lists, tuples, sets, intervals, times of day, and statements such as 'no solution'.
-Imports the standard library only."""
+r"""Parses mathematical answers. Converts non-ASCII characters to LaTeX commands or other ASCII
+text. Recognises names, equations, lists, tuples, sets, intervals, times of day, and statements such
+as 'no solution'. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -116,9 +116,11 @@ _FUNCTIONS = re.compile(
 
 
 def readable(text: str) -> str:
-    """Converts an answer to ASCII and LaTeX. Unicode signs, powers, fractions and roots become
-    LaTeX commands. Words such as million become powers of ten, and repeating decimals become
-    fractions. Degrees in trigonometric functions become radians."""
+    """Converts the non-ASCII characters of an answer to LaTeX commands or other ASCII text. The
+    conversion covers signs such as ≤, powers such as x², fractions such as ½, and roots such as √2.
+    Characters that the conversion does not cover stay unchanged. Words such as million become
+    powers of ten, and repeating decimals become fractions. Degrees in trigonometric functions
+    become radians."""
     text = _ROOT.sub(_root, text)
     found, raised = [], ""
     for character in text:

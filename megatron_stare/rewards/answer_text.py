@@ -48,9 +48,9 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 def bare(text: str) -> str:
     r"""Removes decoration from an answer. Decoration is: dollar signs, spacing, fonts, colours,
-    labels, check marks, and a full stop at the end. A modulus such as \pmod{7} is also decoration,
-    and so is the letter of a choice before its value, as in (B) 12. Also rewrites numbers such as
-    1e5 as powers of ten."""
+    labels, check marks, and a full stop at the end. A modulus such as \pmod{7} is also decoration.
+    If an answer such as (B) 12 contains a multiple-choice letter and a value, the letter is also
+    decoration. Also rewrites numbers such as 1e5 as powers of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
     text = _LABEL.sub("", text)
@@ -82,9 +82,9 @@ def without_fonts(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Reduces an answer to the characters that matter for a comparison. Replaces every font
-    command by its content, and \dfrac and \tfrac by \frac. Removes spaces and the commands \left
-    and \right."""
+    r"""Reduces an answer to the characters that matter for a comparison. Replaces a font command
+    such as \mathbf{x} by the text in the braces. Replaces \dfrac and \tfrac by \frac. Removes
+    spaces and the commands \left and \right."""
     text = without_fonts(text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text.replace(r"\left", "").replace(r"\right", ""))
     return re.sub(r"\s+", "", text)

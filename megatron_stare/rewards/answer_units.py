@@ -146,7 +146,8 @@ _SEVERAL = re.compile(
 
 def quantity(text: str) -> Quantity | None:
     """Splits an answer into a value and a unit, which may be absent. Returns None if the answer
-    cannot be split, for example because the words after the value change the value."""
+    cannot be split. For example, the answer '5 million' cannot be split, because the word 'million'
+    is part of the value."""
     if money := _MONEY.match(text):
         kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
         rest = quantity(text[money.end() :])
@@ -205,8 +206,8 @@ def _of_several(text: str) -> Quantity | None:
 
 
 def _unit(words: str, *, set_as_text: bool) -> tuple[str, Fraction] | None:
-    """Returns the kind and the size of a unit, given in words or in symbols. Returns None if the
-    text is not a unit."""
+    """Reads a unit that is written in words or in symbols. Returns the unit's kind and the unit's
+    size. Returns None if the text is not a unit."""
     bare = words.strip()
     if (
         (set_as_text or len(bare) > 1)

@@ -3,12 +3,12 @@ reference.
 
 Answer and reference are normalised as in Minerva (Lewkowycz et al., arXiv 2206.14858, appendix
 D.1). The lists of words that are removed or replaced come from DAPO (arXiv 2503.14476). The
-normalised texts must be equal, character by character. Only the last 300 characters of a response
-count. This verifier rewards a right answer with 1 and a wrong answer with 0, but DAPO uses 1 and
--1. Rewards of 1 and 0 give the same advantages as rewards of 1 and -1. The difference between
-DAPO's two rewards is twice the difference between this verifier's two rewards. Any term that DAPO
-adds to the reward must therefore be halved if this verifier is used. For the overlong punishment,
-set `overlong.factor: 0.5`. Runs in reward workers.
+normalised texts must be equal, character by character. The verifier reads only the last 300
+characters of a response. This verifier rewards a right answer with 1 and a wrong answer with 0, but
+DAPO uses 1 and -1. Rewards of 1 and 0 give the same advantages as rewards of 1 and -1. The
+difference between DAPO's two rewards is twice the difference between this verifier's two rewards.
+Any term that DAPO adds to the reward must therefore be halved if this verifier is used. For the
+overlong punishment, set `overlong.factor: 0.5`. Runs in reward workers.
 """
 
 from __future__ import annotations

@@ -59,8 +59,10 @@ def open_pool(verifier: Extension | str, config: Config, workers: int) -> Verifi
 
 
 def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> None:
-    """Raises ConfigError if a verifier needs columns of the data or complete prompt groups, but the
-    run does not provide them."""
+    """Raises ConfigError if the verifier reads columns of the data, but data.columns is empty. This
+    first check applies only if data.path or data.mixture is set. Also raises ConfigError if the
+    verifier needs complete prompt groups, but the run uses partial rollouts. The second check
+    applies only to the verifier in `reward.verifier`."""
     data = config.data
     if pool.needs_columns and (data.path or data.mixture) and not data.columns:
         raise ConfigError(

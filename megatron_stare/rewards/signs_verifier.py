@@ -55,9 +55,10 @@ def answer_start(response: str) -> int:
 
 
 def _last_attempt(response: str) -> tuple[int, list[str]]:
-    """Reads the text after the last 'wait', or the whole response if it has no 'wait'. Returns the
-    index at which this text starts, and the list of its steps. The list of steps is empty if the
-    text contains anything besides steps."""
+    """Returns the character index at which the last attempt starts, and the list of the last
+    attempt's steps. The last attempt is the text after the last 'wait'. If the response contains no
+    'wait', the last attempt is the whole response. Leading whitespace does not belong to the last
+    attempt. The list of steps is empty if the last attempt contains anything besides steps."""
     start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
     at, steps = start, []

@@ -62,8 +62,8 @@ class _Desk:
         await asyncio.gather(self._served, return_exceptions=True)
 
     async def _serve(self) -> None:
-        """Assigns answers to workers, and delivers the verdict on each answer to its caller. Runs
-        until the task is cancelled or an error occurs.
+        """Assigns answers to workers. Delivers every verdict to the caller that waits for the
+        verdict. Runs until the task is cancelled or an error occurs.
 
         Wakes up when an answer is added, when a worker sends a message, or when a worker exceeds
         its time limit. If `_serve` fails with an error, all callers that wait for a verdict receive
@@ -140,7 +140,9 @@ class Verdicts:
 
     @property
     def judges_groups(self) -> bool:
-        """Returns True if callers must use `of_group`, and False if callers must use `of`."""
+        """Returns True if the verifier receives all responses to a prompt at once. If the result is
+        True, callers must call `Verdicts.of_group`. If the result is False, callers must call
+        `Verdicts.of`."""
         return self._desk.judges_groups
 
     async def of(
@@ -159,9 +161,9 @@ class Verdicts:
     async def of_group(
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> list[Verdict]:
-        """Waits until all responses to a prompt have verdicts, and returns these verdicts. The
-        method `of` does the same for a single response. If the group fails as a whole, each of its
-        responses counts as a failure."""
+        """Waits until all responses to a prompt have verdicts, and returns these verdicts.
+        `Verdicts.of` waits for the verdict on a single response. If the group fails as a whole,
+        each of its responses counts as a failure."""
         self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
@@ -170,9 +172,9 @@ class Verdicts:
         self, reward: float | None, status: Literal["ok", "timeout", "crash"], detail: str
     ) -> Verdict:
         """Makes a Verdict from a reward that came from the environment instead of a verifier. If
-        `status` is "timeout" or "crash", the new Verdict counts as a failure, as it would if it
-        came from the verifier. Returns the new Verdict. Raises TooManyFailuresError under the same
-        condition as the method `of`."""
+        `status` is "timeout" or "crash", the new Verdict counts as a failure. A verifier's Verdict
+        with the status "timeout" or "crash" counts as a failure too. Returns the new Verdict.
+        Raises TooManyFailuresError under the same condition as `Verdicts.of`."""
         self._asked += 1
         return self._take(Verdict(reward, status, detail))
 

@@ -335,15 +335,16 @@ class VerifierPool:
         )
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
-        """Replaces a worker that has ended. Records `verdict` for the worker's current answer,
-        returns the worker's other answers to the front of the queue, and starts a new worker."""
+        """Replaces a worker that has ended. Records `verdict` as the verdict on the answer that the
+        worker was verifying. Moves the other answers that were assigned to the worker back to the
+        front of the queue. Starts a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
         self._return(slot, answers)
 
     def _return(self, slot: _Slot, answers: Answers) -> None:
-        """Returns all unjudged answers of a worker to the front of the queue, and starts a new
-        worker in its place."""
+        """Moves an ended worker's unverified answers back to the front of the queue. Starts a new
+        worker that replaces the ended worker."""
         answers.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
@@ -361,10 +362,11 @@ class VerifierPool:
         return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
 
     def _watch(self, slot: _Slot) -> None:
-        """Registers a worker's socket with the selector. The selector reports when the socket has a
-        message from the worker. While the pool has unsent data for the worker, the selector also
-        reports when the socket can take more data. Makes no system call if the events are the same
-        as before."""
+        """Registers a worker's socket with the pool's I/O selector (Python's module `selectors`).
+        The I/O selector reports the socket as ready if the socket has a message from the worker.
+        While the pool has unsent data for the worker, the I/O selector also reports the socket as
+        ready if the socket can take more data. Makes no system call if the events are the same as
+        before."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

@@ -2,12 +2,12 @@
 the command `python -m megatron_stare.rewards.worker <verifier> <fd>`.
 
 The worker reads lists of items [response, answer, columns] from the socket `fd`. The worker
-verifies one item after another, and writes one message as soon as an item is verified. If an item
-contains a list of responses instead of a single response, it is called a group. The worker's first
-message is {"ready": {...}} with the inputs that the verifier needs, or {"failed": {...}} if the
-verifier cannot be loaded. For a single response, every later message is {"reward": x, "answer_at":
-n, "answer": text} or {"error": text}. For a group, every later message is a list that contains one
-reward object or error object per response.
+verifies one item after another, and writes one message as soon as an item is verified. An item is
+called a group if the item contains a list of responses instead of a single response. The worker's
+first message is {"ready": {...}} with the inputs that the verifier needs, or {"failed": {...}} if
+the verifier cannot be loaded. For a single response, every later message is {"reward": x,
+"answer_at": n, "answer": text} or {"error": text}. For a group, every later message is a list that
+contains one reward object or error object per response.
 
 The verifier runs in the main thread, because Python runs signal handlers only in the main thread. A
 second thread only reads messages from the parent. When the parent closes the socket, or when the
@@ -130,10 +130,11 @@ def users_line(error: BaseException) -> str:
     an error. Returns '' if the traceback contains only code of this project.
 
     The text names the line of the innermost frame outside this project and outside installed
-    libraries. For example, if a call of the library json raises an error, the text names the line
-    of the user's code that calls json, and not a line inside json. If the traceback has no such
-    frame, because the verifier itself is part of an installed library, the text names the line of
-    the outermost frame outside this project.
+    libraries. For example, suppose that the user's code calls the library json, and that json
+    raises an error. The text then gives the line of the user's code that calls json, not the line
+    of json that raises the error. If the traceback has no such frame, because the verifier itself
+    is part of an installed library, the text names the line of the outermost frame outside this
+    project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)

@@ -1,11 +1,12 @@
 """Writes and reads heartbeats. Heartbeats are small files with a run's progress. Heartbeats stay
 readable despite a stalled disk, a stopped process or a deadlocked thread.
 
-A process of a run writes its own Beat whenever a phase or call begins or ends. The driver
-writes a Beat; with Ray, each rank and each engine also writes a Beat. Each Beat is one file in a
-folder that is stored in the node's memory. The watcher, a separate process (hangs/watcher.py),
-reads the Beats. The watcher copies the driver's Beat to heartbeat.json in the run directory, so
-that other machines can read the driver's Beat too. This module imports neither torch nor Ray.
+A process of a run writes its own Beat whenever a phase or call begins or ends. The driver writes a
+Beat; with Ray, each rank and each engine also writes a Beat. Each Beat is one file. The Beat files
+are in the node's memory (under /dev/shm), or in the temporary folder if /dev/shm is not writable.
+The watcher, a separate process (hangs/watcher.py), reads the Beats. The watcher copies the driver's
+Beat to heartbeat.json in the run directory, so that other machines can read the driver's Beat too.
+This module imports neither torch nor Ray.
 """
 
 from __future__ import annotations

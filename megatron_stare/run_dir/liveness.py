@@ -2,9 +2,9 @@
 
 The functions of this module never change a run. The driver holds the run's lock. If the driver ends
 for any reason, the kernel frees the lock. On the driver's machine, the run is alive if and only if
-the lock is held. If another machine finds the lock held, the run is alive. On another machine, a
-free lock proves nothing, because some file systems do not share locks between machines. If another
-machine finds the lock free, the heartbeat's age shows whether the run is alive.
+the lock is held. On another machine, a held lock also proves that the run is alive. On another
+machine, a free lock proves nothing, because some file systems do not share locks between machines.
+If another machine finds the lock free, the heartbeat's age shows whether the run is alive.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Liveness:
     `state`: "running", "finished", "dead" or "silent". "finished" means that all steps are done.
         "dead" means that the driver has ended before all steps were done. If the run's lock is
         free, the driver counts as ended in three cases: this machine is the driver's machine,
-        `host` is unknown, or the watcher saw that the driver's process ended. "silent" means that
-        the run is on another machine, that its lock seems free, and that no heartbeat was written
-        in the last FRESH_S seconds.
+        `host` is unknown, or the watcher saw that the driver's process ended. An unfinished run
+        that is not dead is "silent" if the run is on another machine, the run's lock seems free,
+        and no heartbeat was written in the last FRESH_S seconds.
     `host`: machine of the last start; "" if unknown.
     `beat`, `beat_age_s`: the newest heartbeat, and its age by this machine's clock. `beat` and
         `beat_age_s` are None if there is no heartbeat.

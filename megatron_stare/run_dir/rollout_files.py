@@ -40,11 +40,12 @@ class Token:
     `advantage`: advantage of the token's response.
     `weight`: factor by which the loss multiplies the advantage. The factor includes all effects of
         the method. The weight is NaN if the advantage is 0.
-    `selected`: code of the token set to which the token belongs. "+" stands for L+, the rarest
-        tokens of positive advantage that a method selects. "-" stands for L-, the rarest tokens of
-        negative advantage that a method selects. "p" stands for U+, the low-surprisal tokens of
-        positive advantage. "m" stands for U-, the low-surprisal tokens of negative advantage. "."
-        stands for no set. A space marks a token that an environment wrote.
+    `selected`: code of the token set to which the token belongs. "+" stands for L+, the
+        high-surprisal tokens of positive advantage. "-" stands for L-, the high-surprisal tokens of
+        negative advantage. "p" stands for U+, the low-surprisal tokens of positive advantage. "m"
+        stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. The
+        run's method selects the tokens of each set. A space marks a token that an environment
+        wrote.
     `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
         "?" means that the critical surprisal is unknown, because the run made no forecast. A
         space marks a token that an environment wrote.
@@ -103,8 +104,8 @@ def read_rollouts(path: Path) -> list[SampledResponse]:
 
 def rollout_rows(step: int, trajectories: Sequence[Trajectory], limit: int) -> list[dict[str, Any]]:
     """Returns the records of at most `limit` trajectories of a step. If the step has more than
-    `limit` trajectories, picks trajectories at even distances in the batch. The records are in
-    canonical order."""
+    `limit` trajectories, picks `limit` trajectories that are spread evenly over the batch. The
+    records are in canonical order."""
     from megatron_stare.records.token_numbers import spread  # needs torch, readers do not
 
     ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
@@ -195,8 +196,8 @@ def _rounded(value: float) -> float | None:
 
 
 def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
-    """Encodes a column as pairs [value, count]. Each pair stands for `count` equal values in a
-    row."""
+    """Encodes a column as pairs [value, count]. Each pair stands for `count` consecutive equal
+    values of the column."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 

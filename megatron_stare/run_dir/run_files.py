@@ -1,8 +1,8 @@
 """Defines the names of a run's record files, and reads run directories.
 
-`sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. A run that resumes reads metrics.jsonl
-and eval.jsonl. `figures.py` and `report/` read metrics.jsonl, eval.jsonl and config.yaml. Runs that
-are unfinished, killed or never evaluated can be read too.
+`sinks/jsonl_files.py` writes metrics.jsonl and eval.jsonl. On resume, a run reads metrics.jsonl and
+eval.jsonl. `figures.py` and `report/` read metrics.jsonl, eval.jsonl and config.yaml. Runs that are
+unfinished, killed or never evaluated can be read too.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class RunRecord:
 
     @property
     def tasks(self) -> list[str | None]:
-        """Names of the evaluated tasks in order of appearance. None stands for the run's own task.
-        The list is [None] if there are no evaluations."""
+        """Names of the evaluated tasks in order of appearance. The list element `None` stands for
+        the run's own task. The list is [None] if there are no evaluations."""
         return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
 
     def on_task(self, task: str | None) -> RunRecord:
@@ -182,8 +182,8 @@ def result_name(record: Record) -> str:
 
 
 def evaluation_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics of an evaluation by name. Leaves out confidence intervals and missing
-    values."""
+    """Returns the metrics of one evaluation, as a dict from metric name to value. Leaves out
+    confidence intervals and missing values."""
     found: dict[str, Any] = {name: record.get(name) for name in ("pass1", "greedy", *_FIGURES)}
     found |= {name: each["value"] for name, each in record.get("results", {}).items()}
     found |= {

@@ -397,7 +397,7 @@ def _refuse_without_sums(checkpoint: Path) -> None:
     checkpoint.
 
     Ignores a checkpoint whose run state is damaged or was written by a newer release. RunState.read
-    raises DataError for such a checkpoint.
+    raises DataError if a run state is damaged or was written by a newer release.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if (

@@ -257,8 +257,9 @@ def stability(rows: Sequence[Row], micro_batch: int) -> float:
     each micro-batch alone, as in STARE's public code. The share is a mean over PACKINGS shuffles of
     the rows.
 
-    For each sign of the advantage, the tokens with the highest surprisal are rare: a fraction SHARE
-    of all tokens of that sign (arXiv 2606.19236, section 3.2).
+    Tokens of positive advantage and tokens of negative advantage are ranked separately by
+    surprisal. In each ranking, the fraction SHARE with the highest surprisal counts as rare
+    (arXiv 2606.19236, section 3.2).
     """
     whole = _rare(rows)
     number = sum(int(each.sum()) for each in whole)

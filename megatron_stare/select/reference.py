@@ -89,9 +89,12 @@ def _gates(
 def _members(
     of: str, chosen: Mapping[str, Any], batch: Mapping[str, np.ndarray], mask: np.ndarray
 ) -> np.ndarray:
-    """Returns a bool mask [B, T] that is True for the tokens of one set. The argument `of` is the
-    name of the set, such as "L+". Tokens of equal surprisal are selected in the order of their
-    rows, and within a row in the order of their columns."""
+    """Returns a bool mask [B, T] that is True for the tokens of one set. Tokens of equal surprisal
+    are selected in the order of their rows, and within a row in the order of their columns.
+
+    Args:
+        of: name of the set, such as "L+".
+    """
     advantages = batch["advantages"].astype(np.float64)
     if advantages.ndim == 1:
         advantages = np.repeat(advantages[:, None], mask.shape[1], axis=1)

@@ -40,10 +40,12 @@ _FAULTS = {
 
 @dataclass(frozen=True)
 class Selected:
-    """Result of one update for this rank's tokens. Each tensor has the shape of the given mask.
+    """Result of one call of `Selector.update`. The tensors describe the tokens of this rank. Each
+    tensor has the shape of the given mask.
 
-    `weights`: float32 factor on every token's advantage. The factor is 0 for tokens that the method
-        removes from the loss, and 1 outside the mask.
+    `weights`: float32 factor on every token's advantage. Inside the given mask, the factor is 0 for
+        tokens that the method removes from the loss. Outside the given mask, the factor is 1, but
+        the product in `advantages` is 0.
     `advantages`: float32 product of the given advantages and `weights`; 0 outside the mask.
     `codes`: int8 code of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set.
         Tokens get the codes of their sets even while the gate is closed.

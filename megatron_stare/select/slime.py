@@ -88,9 +88,9 @@ class Weighing:
     per rollout.
 
     After each rollout, the selector's state is appended as one line to stare_select.jsonl in the
-    folder of `--save`. A resumed run reads the state that was saved after the previous rollout,
-    from stare_select.jsonl in the folder of `--load`. If the state is missing, the run stops,
-    unless the section `stare` has `fresh_state: true`.
+    folder of `--save`. A resumed run opens stare_select.jsonl in the folder of `--load`, and loads
+    the state that the file contains for the previous rollout. If the state is missing, the run
+    stops, unless the section `stare` has `fresh_state: true`.
     """
 
     def __init__(self) -> None:

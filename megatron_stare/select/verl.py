@@ -1,4 +1,5 @@
-"""Runs STARE inside verl, with v1 trainers that multiply the advantage of each token by a weight.
+"""Runs STARE inside verl. This module registers subclasses of verl's v1 trainers. The subclasses
+multiply the advantage of each token by a weight.
 
     VERL_USE_EXTERNAL_MODULES=stare_select.verl python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=stare_sync +stare.entropy_target=0.3 ...

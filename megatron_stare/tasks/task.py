@@ -50,9 +50,9 @@ class Task:
         settings. All sources and environments, including user-defined ones, are built from
         `config`, so a source or environment needs no code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
-    `own`: the run's settings that the task overrides. The dict maps the name of each of these
-        settings, such as data.eval_path, to the name of the corresponding setting in `eval.tasks`,
-        such as path.
+    `own`: dict with the names of the settings that the task overrides. Each key is the name of a
+        setting of the run, such as data.eval_path. Each value is the name of the corresponding
+        setting in `eval.tasks`, such as path.
     """
 
     config: Config

@@ -1,2 +1,2 @@
-"""Repeats steps of a run, unchanged and with one change at a time, and names the cause that
-explains the recorded metrics (`megatron-stare bisect`)."""
+"""Searches for the cause that explains a run's recorded metrics (`megatron-stare bisect`). Repeats
+steps of the run, first without a change, then with one change per re-run."""

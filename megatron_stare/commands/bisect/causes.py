@@ -45,7 +45,8 @@ class Change:
     `settings`: new values for settings of the run, by dotted key. Only the re-run uses these
         values.
     `method`: a function that changes the method after the configuration is checked, or None.
-    `harmless`: true if, in a correct run, the change alters the first step only by rounding errors.
+    `harmless`: true if the first step of a correct run stays the same under the change, except for
+        rounding errors.
     """
 
     name: str

@@ -3,12 +3,14 @@ metrics of the steps.
 
 `explain` first checks whether the unchanged re-run reproduces the record. If the unchanged re-run
 reproduces the record, `explain` checks whether the record contradicts the configuration. If the
-unchanged re-run does not reproduce the record, `explain` counts for each re-run the steps before
-the first difference from the record. A change explains the record if its re-run has more such steps
-than the unchanged re-run. If there is no such change, `explain` searches for a change that brings
-every figure (entropy, agreement and reward) close to the record. If the record is still not
-explained, `explain` checks the harmless changes, such as another layout. A harmless change explains
-the record if the change alters the first step's metrics by more than rounding errors.
+unchanged re-run does not reproduce the record, `explain` compares every re-run with the record,
+step by step. A change explains the record if the re-run with this change equals the record for more
+steps than the re-run without a change. The equal steps are counted from the first step to the first
+difference. If no change explains the record in this way, `explain` searches for a change that
+brings every figure (entropy, agreement and reward) close to the record. If the record is still not
+explained, `explain` checks the harmless changes, such as another layout. In a correct run, a
+harmless change alters the first step's metrics only by rounding errors. If the first step's metrics
+change by more than rounding errors, the run is not correct, and the change explains the record.
 """
 
 from __future__ import annotations
@@ -70,11 +72,12 @@ class Line:
     """Result of one re-run.
 
     `equal`: the number of steps before the first step whose metrics differ from the record.
-    `medians`: each figure's median over the steps. A figure without values has the median NaN.
+    `medians`: each figure's median over the steps. A median is NaN if no step has a finite value.
     `moved`: each figure's distance from its value in the unchanged steps, in standard errors.
     `missed`: each figure's distance from its value in the record, in standard errors.
-    `breaks`: metrics whose value in the first step changes by more than rounding errors, although
-        the change is harmless.
+    `breaks`: the names of the metrics whose values in the first step differ between this re-run and
+        the unchanged re-run by more than rounding errors. If the change is not marked as harmless,
+        `breaks` is empty.
     `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
@@ -123,7 +126,8 @@ def explain(
     dtype: str = "float32",
     contradicted: Mapping[str, str] = MappingProxyType({}),
 ) -> Explanation:
-    """Finds the cause that explains the record, if any.
+    """Searches for a cause that explains the recorded metrics. If no cause is found,
+    `Explanation.cause` is "".
 
     Args:
         before: metrics of earlier steps of the run, used with `record` to estimate noise.
@@ -252,9 +256,10 @@ def _same(a: float, b: float) -> bool:
 
 
 def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
-    """Returns the names of the metrics in FINGERPRINT that differ by more than rounding errors
-    between two re-runs. The argument `first` is the first step of the changed re-run, and `sound`
-    is the first step of the unchanged re-run."""
+    """Compares the values of the metrics in FINGERPRINT in the first steps of two re-runs. Returns
+    the names of the metrics whose values differ by more than rounding errors. The argument `first`
+    is the first step of the changed re-run, and `sound` is the first step of the unchanged
+    re-run."""
     share, least = ROUNDING[dtype]
     return tuple(
         name
@@ -299,7 +304,8 @@ def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
     """Returns how far two series of steps differ in each figure, in standard errors. The series are
-    compared step by step. A figure is left out if its distance cannot be computed."""
+    compared step by step. If the distance cannot be computed for entropy, agreement or reward, the
+    result has no entry for this figure."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

@@ -176,8 +176,8 @@ class _UpTo(Session):
     """Session that ends after step `last`. The session omits the checkpoint and the evaluation that
     are due after this step.
 
-    The session lifts the limits on the log-prob difference of engine and trainer, so that a change
-    such as late weights does not end the session.
+    The session removes the limits on the difference between the engine's and the trainer's
+    log-probs. With these limits, a change that simulates stale weights could end the session.
     """
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:

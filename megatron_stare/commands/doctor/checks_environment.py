@@ -27,7 +27,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = ()) -> list[Finding]:
     """Checks the environment variables that a rank or server on this machine would get.
 
-    Variables that the run sets override the machine's variables.
+    If the run sets a variable, the value from the run replaces the variable's value in the shell.
 
     Args:
         addresses: addresses of all nodes of a cluster.
@@ -48,8 +48,9 @@ def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = (
 
 
 def _performance(facts: Facts, config: Config) -> list[Finding]:
-    """Lists the settings of `performance` that are on. Also lists the settings that are off, with
-    the reason for each. Returns [] for a machine without GPUs."""
+    """Lists the features of the section `performance` that are enabled. Also lists the disabled
+    features, each with the reason why the feature is disabled. Returns [] for a machine without
+    GPUs."""
     if not facts.gpus:
         return []
     has = {"cuda"}
@@ -96,8 +97,8 @@ def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
     the variable with the value of the variable in the shell. The two values must agree if the run
     attaches to servers that it did not start.
 
-    Processes that the run starts get the run's value of the variable. A server that the run did not
-    start is assumed to have the shell's value of the variable.
+    In every process that the run starts, the variable has the run's value. A server that the run
+    did not start is assumed to have the shell's value of the variable.
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:
@@ -136,8 +137,8 @@ def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
 
 
 def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bool) -> Finding:
-    """Checks the network interfaces that an environment variable names. NCCL accepts prefixes, `^`
-    and `=`; gloo accepts only whole names."""
+    """Checks the network interfaces that are listed in an environment variable. NCCL accepts
+    prefixes, `^` and `=`; gloo accepts only whole names."""
     value, there = seen.get(variable, ""), facts.interfaces
     exact = variable.startswith("GLOO") or value.startswith("=")
     names = [name for name in value.lstrip("=").split(",") if name]

@@ -91,13 +91,14 @@ class Facts:
     `topology`: the table of `nvidia-smi topo -m`, which is empty if there are no GPUs.
     `limits`: the soft resource limits of this process, by name. A limit of -1 means that there is
         no limit.
-    `shared_memory`: the free and total size of /dev/shm, bytes. The free size and the total size
-        are 0 if there is no /dev/shm.
+    `shared_memory`: the free size and the total size of /dev/shm, in bytes. Both sizes are 0 if
+        there is no /dev/shm.
     `interfaces`: IPv4 addresses by interface.
     `infiniband`: names of adapters.
     `clock`: the machine's time, seconds since 1970.
     `served`: versions of 'torch', 'nccl' and 'sglang' in the servers' environment. The mapping is
-        empty if the run starts no server or the environment is missing.
+        empty if the run starts no server. The mapping is also empty if the versions in the servers'
+        environment cannot be read.
     """
 
     host: str
@@ -229,8 +230,8 @@ class FolderSeen:
 
 
 def look_at_folder(path: Path) -> FolderSeen:
-    """Tests renames, locks and speed in a folder. If the folder does not exist, tests its nearest
-    existing parent instead."""
+    """Checks whether renaming and file locks work in a folder, and measures the folder's write
+    speed. If the folder does not exist, tests its nearest existing parent instead."""
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         scratch = Path(tempfile.mkdtemp(prefix=".doctor-", dir=there))

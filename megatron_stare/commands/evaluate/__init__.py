@@ -1,2 +1,2 @@
-"""`megatron-stare eval` evaluates a run or model folder on problems, and resumes interrupted
-evaluations."""
+"""Evaluates a checkpoint or a Hugging Face model on tasks, and resumes interrupted evaluations
+(`megatron-stare eval`)."""

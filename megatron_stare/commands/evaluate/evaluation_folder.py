@@ -83,8 +83,9 @@ class EvaluationFolder:
 
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the dict that is to be stored in evaluation.json. If evaluation.json already
-        exists, the dict contains the stored entries and an entry for each new task. Otherwise, the
-        dict contains the format number and the entries of `what`.
+        exists, the dict contains the stored entries and an entry for each new task. If
+        evaluation.json does not exist, the dict contains the format number and all entries of the
+        argument `what`.
 
         Raises UserError if the folder contains files that do not belong to an evaluation, or
         responses that were sampled with other settings.

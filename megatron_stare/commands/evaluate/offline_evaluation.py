@@ -1,9 +1,10 @@
 """Evaluates a checkpoint on tasks without starting a trainer. The command `megatron-stare eval`
 uses this module.
 
-`read` checks configuration, checkpoint and problems before any process starts. `run` starts
-engines, loads the weights and samples the missing responses. The module evaluation/evaluate.py
-computes the results, both for this command and for training.
+The function `read` checks the configuration, the checkpoint and the tasks' prompts before any
+process starts. The function `run` starts engines, loads the weights and samples the missing
+responses. The module evaluation/evaluate.py computes the results, both for this command and for
+training.
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ class Opened:
     evaluations: dict[str, Evaluation]
 
     def what(self) -> dict[str, Any]:
-        """Returns everything that determines the responses, except for the engine's release and
-        rounding errors."""
+        """Returns the inputs and settings that determine the responses. The responses also depend
+        on the software version of the engine and on rounding errors, which the returned dict does
+        not contain."""
         config = self.config
         return {
             "checkpoint": self.checkpoint.identity(),
@@ -157,8 +159,8 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
 def run(
     opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates every task and returns the result records by task name. If a response is already
-    stored in `out`, it is not sampled again.
+    """Evaluates every task. Returns a dict that maps the name of each task to the record of the
+    task's results. If a response is already stored in `out`, it is not sampled again.
 
     Raises:
         UserError: `out` belongs to another evaluation, or engines, verifiers or the disk fail.
@@ -262,8 +264,8 @@ def _load(
 
 
 def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
-    """Returns the chosen tasks by name. Raises ConfigError if a name is unknown or there are no
-    tasks."""
+    """Returns a dict that maps the name of each chosen task to the task. Raises ConfigError if a
+    name is unknown or there are no tasks."""
     known = {task.name or OWN_TASK: task for task in evaluation_tasks(config, offline=True)}
     if not known:
         raise ConfigError(

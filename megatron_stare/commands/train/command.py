@@ -46,7 +46,8 @@ BENEATH = {
 
 
 def add_arguments(command: argparse.ArgumentParser, name: str = TRAIN) -> None:
-    """Adds the arguments of the command and the function that runs it.
+    """Adds the arguments of a command to the command's parser. Also sets `run_command` as the
+    function that runs the command.
 
     Args:
         name: TRAIN or SFT.

@@ -179,6 +179,7 @@ _on_meta = False
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
     """Makes this process use the meta device while the context is open, even if CUDA is available.
-    Models that are built in the context have names, shapes and dtypes, but no data."""
+    If a model is built while the context manager is active, the model's tensors have names, shapes
+    and dtypes, but no data."""
     with substituted(sys.modules[__name__], "_on_meta", True):
         yield

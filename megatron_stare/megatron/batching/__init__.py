@@ -1,1 +1,1 @@
-"""Turns a rank's share of a rollout batch into the micro-batches of its model."""
+"""Divides a rank's share of a rollout batch into micro-batches for the model on this rank."""

@@ -202,8 +202,9 @@ def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
     """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
-    micro-batch's response positions. The three rows of the tensor contain each position's sample,
-    its index in the response, and its index in the share's response columns."""
+    micro-batch's response positions. Each column of the tensor describes one response position. Row
+    0 contains the index of the sample. Row 1 contains the index of the position in the response.
+    Row 2 contains the index of the position in the response columns of `share`."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
@@ -248,8 +249,8 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     `group` must do so.
 
     The total loss L = sum_r L_r is the sum of the losses of all ranks r. With y = sum_r x_r, the
-    gradient of L with respect to x_r is sum_q dL_q / dy. Backward therefore sums the gradients over
-    the ranks.
+    gradient of L with respect to x_r is sum_q dL_q / dy. The backward pass therefore sums the
+    gradients over the ranks.
     """
     return _SumOverRanks.apply(x, group)
 

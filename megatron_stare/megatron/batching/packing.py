@@ -7,14 +7,15 @@ same hidden states. Only attention repeats the prompt's queries, keys and values
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
 results back. In backward, `Spread` copies gradients in the same way. If a token was copied to
-several places, backward sums the gradients of these places. Plain tensor indexing is not used,
-because its backward adds gradients row by row to a tensor of zeros.
+several places, the backward pass sums the gradients of these places. Plain tensor indexing is not
+used, because its backward pass adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
-tokens. Under context parallelism with C ranks, a rank holds m positions of the longest sequence and
-t / C tokens of the micro-batch. All groups together have p places, including padding. In
-`shared_columns` a packed row has s positions, and a copy of the prompt precedes each response. The
-model is fed only k of the s positions of the packed row.
+tokens. Under context parallelism, each of the C ranks holds t / C of the micro-batch's t tokens. If
+the longest sequence of a group has s tokens, each rank holds m = s / C of these tokens. The total
+number of places in the groups is p, including the places for padding. The function `shared_columns`
+uses the letter s for the length of a packed row. In the packed row, a copy of the prompt precedes
+each response. The model receives only k columns of the packed row.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ class SharedColumns:
 
     `fed`: [k] int64 columns that are fed to the model, ascending.
     `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. If column c
-        is fed to the model, entry c points to column c. If column c is not fed to the model, entry
-        c points to a fed column that holds the same prompt token. This fed column belongs to
-        another sample with the same prompt.
+        is fed to the model, entry c points to column c. If column c is not fed to the model, column
+        c repeats a prompt token of another sample, and entry c points to the other sample's column.
     """
 
     fed: Tensor
@@ -119,7 +119,7 @@ class Spread:
 
     def collect(self, places: Tensor) -> Tensor:
         """Copies the values at places [p, ...] back to tokens [t, ...]. For each token, `inverse`
-        contains the place from which its value is read."""
+        contains the place from which `collect` reads the token's value."""
         return _Collect.apply(places, self.inverse)
 
 

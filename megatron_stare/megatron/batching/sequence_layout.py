@@ -245,9 +245,10 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
 
 
 def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
-    """Returns a grid with all samples end to end in one row. Each sample is padded until its length
-    is a multiple of `each`. If `multiple` does not divide the length of the row, a separate
-    sequence of padding is added at the end of the row."""
+    """Returns a grid that has only one row. The row contains all samples, one after the other.
+    Every sample is padded to a length that is divisible by the argument `each`. If `multiple` does
+    not divide the length of the row, a separate sequence of padding is added at the end of the
+    row."""
     sizes = lengths + -lengths % each
     total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple

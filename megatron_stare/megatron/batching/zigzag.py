@@ -54,8 +54,9 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns [t] int64 indices. If the columns of all ranks are concatenated in the order of
-        the ranks, entry i gives the place of the packed row's column i in this concatenation."""
+        """Returns [t] int64 indices into a list of columns. The list contains the columns of rank
+        0, then the columns of rank 1, and so on. Entry i is the index at which the list contains
+        column i of the packed row."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

@@ -1,10 +1,10 @@
 """Writes a checkpoint while training continues. `BackgroundSave` stages the checkpoint and forks
 writer processes, and its method `finish` completes the checkpoint.
 
-Each writer process is forked from its rank, and sees the rank's memory as it was at the fork. A
-fork copies memory on write, so only the memory that training changes is copied. Data on a GPU is
-copied before the fork, and so is host memory that the rank and its writers share. Writers die with
-their rank.
+Each writer process is forked from its rank, and sees the rank's memory as it was at the fork. The
+fork is copy-on-write: the operating system copies a page of memory only when a process changes the
+page. Data on a GPU is copied before the fork, and so is host memory that the rank and its writers
+share. Writers die with their rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _libc = ctypes.CDLL(None)  # at import: loading takes a lock, which a fork could
 
 
 class BackgroundSave:
-    """A save of a checkpoint that is in progress on this rank. Start the next save only after this
+    """Saves this rank's part of a checkpoint in the background. Start the next save only after this
     save is finished or dropped.
 
     Args:

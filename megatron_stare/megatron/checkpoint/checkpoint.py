@@ -120,7 +120,8 @@ def load(
     layout: Layout,
     reference: Sequence[nn.Module] = (),
 ) -> None:
-    """Restores the state that `save` wrote, into the same or another parallel layout.
+    """Restores the state that `save` wrote. The current parallel layout may differ from the
+    parallel layout at the time of the save.
 
     Raises:
         DataError: files are missing or truncated, or the checkpoint's tensors do not match this

@@ -110,7 +110,7 @@ class RankPlan:
 
     `replica`: index of the data-parallel replica that the rank's parameters belong to.
     `expert_replica`: index of the data-parallel replica that the rank's experts belong to.
-    `nbytes`: the bytes of each kind of memory in ITEMS.
+    `nbytes`: number of bytes for each kind of memory. The constant ITEMS lists the kinds of memory.
     `held`: the rank's pieces of the Hugging Face tensors.
     `state`: the rank's parts of the model's checkpoint.
     `with_data`: names of tensors that are not on the meta device. The list should be empty.
@@ -331,9 +331,9 @@ def _chunk(
 
 
 def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
-    """Returns the number of elements of a bucket, including the padding that Megatron needs to cut
-    the bucket into `replicas` equal parts. If `replicas` is None, the bucket is not cut and has no
-    padding."""
+    """Returns the number of elements of a bucket, including padding. Megatron pads the bucket so
+    that all replicas get parts of equal size. If `replicas` is None, the bucket is not cut and has
+    no padding."""
     if replicas is None:
         return sum(tensors)
     unit = math.lcm(replicas, _BUCKET)
@@ -341,7 +341,7 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 
 
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
-    """Returns how many elements of a bucket the first replica updates.
+    """Counts the elements that the first replica updates in a bucket.
 
     Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
     per replica. The first replica updates the elements in the first part. The padding between the

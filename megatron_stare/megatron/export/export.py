@@ -39,10 +39,10 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
 def shards(
     model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> list[Shard]:
-    """Returns this rank's weights, detached. The argument `of` is an optional function. If the
-    caller passes a function, `shards` calls the function for each parameter, and uses the returned
-    tensor instead of the parameter's weights. The returned tensor must have the parameter's
-    shape."""
+    """Returns this rank's weights, detached. The caller can pass a function as the argument `of`.
+    If the caller passes a function, `shards` calls the function for each parameter, and uses the
+    returned tensor instead of the parameter's weights. The returned tensor must have the
+    parameter's shape."""
     if of is None:
         return [
             Shard(name, weight.detach(), *part_of(name, weight, layout))

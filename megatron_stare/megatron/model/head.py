@@ -115,9 +115,9 @@ class Head:
         """Returns log-probs [n] and entropies [n] of the micro-batch's response positions, computed
         from the hidden states `hidden` [s, b, H].
 
-        Under sequence parallelism `hidden` holds only this rank's part of the s positions. If
-        `second_moment` is True, also returns two sums over the vocabulary, [n] each, for the
-        entropy sensitivity.
+        Under sequence parallelism, `hidden` contains the hidden states of this rank's positions
+        only. If `second_moment` is True, also returns two sums over the vocabulary, [n] each, for
+        the entropy sensitivity.
         """
         linear = self._linear
         if second_moment:

@@ -30,10 +30,11 @@ class LatentAttention(MLASelfAttention):
     Megatron cuts the columns of the query latent and of the key-value latent over tensor-parallel
     ranks, and later gathers the columns. All heads share the rotated key columns. In Megatron, each
     rank gets the gradient of the rotated key columns from its own heads only, and no operation sums
-    this gradient over the ranks. Under sequence parallelism, this class gathers the columns of the
-    key-value latent right after their projection, and keeps only this rank's positions. Megatron
-    later gathers the positions of all ranks, and the backward pass of this gather sums the
-    gradients over the ranks.
+    this gradient over the ranks. Under sequence parallelism, a hook runs as soon as a linear layer
+    has computed the key-value latent. The hook gathers the columns of the latent from all
+    tensor-parallel ranks, and keeps only the sequence positions of this rank. Megatron later
+    gathers the positions of all ranks, and the backward pass of this gather sums the gradients over
+    the ranks.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:

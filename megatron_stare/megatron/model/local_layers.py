@@ -8,9 +8,10 @@ short sequences.
   norm and its gradient. On CPUs, torch's own norm takes a dozen operations, and each operation
   reads and writes the whole input.
 
-- SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The operations of
-  megatron-core copy both halves in forward and in backward. The fused SwiGLU of megatron-core needs
-  a compiler, but our SwiGLU does not. Layers of Transformer Engine do not use our SwiGLU.
+- SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The SwiGLU operations of
+  megatron-core copy both halves of these states in the forward pass and in the backward pass. The
+  fused SwiGLU of megatron-core needs a compiler, but our SwiGLU does not. Layers of Transformer
+  Engine do not use our SwiGLU.
 
 - The attention over short sequences is for CPUs, and keeps all scores in memory. The CPU kernel of
   torch runs small matrix products for every head of every sequence, forward and backward. For short
@@ -80,7 +81,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Returns silu(a) * b [*, F] for x = [a, b] [*, 2F] (Shazeer, arXiv 2002.05202)."""
+    """Splits the last dimension of x into two halves a and b, and returns the elementwise product
+    of silu(a) and b (Shazeer, arXiv 2002.05202). The shape of x is [*, 2F], and the shape of the
+    result is [*, F]."""
     return _SwiGlu.apply(x)
 
 
@@ -95,8 +98,8 @@ class SwiGlu(MegatronModule):
 class _SwiGlu(torch.autograd.Function):
     """Computes `swiglu` and its gradient. The gradient of x is bit-identical to the gradient that
     autograd would compute from the formula. Autograd would first compute the gradients of the two
-    halves of x as separate tensors. This class writes both gradients directly into the gradient of
-    x."""
+    halves of x as separate tensors. This class instead allocates one tensor for the gradient of x,
+    and computes the gradients of the two halves directly in the two halves of this tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

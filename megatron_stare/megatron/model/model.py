@@ -284,13 +284,13 @@ def build_model(
 
 
 def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
-    """Tells Megatron which parameters are cut over tensor-parallel ranks.
+    """Marks the parameters that are split across tensor-parallel ranks. Megatron reads these marks.
 
-    Megatron itself marks a parameter as cut only when it initialises the parameter. A run loads its
-    parameters and does not initialise them. Megatron assumes that an unmarked parameter is the same
-    on all tensor-parallel ranks, and computes the gradient norm from the first rank's copy only.
-    Without the marks, the gradient norm would therefore omit the parts of a cut parameter on all
-    other ranks.
+    Megatron sets the same marks itself, but only during the initialisation of parameters. A run
+    loads its parameters and does not initialise them. Megatron assumes that an unmarked parameter
+    is the same on all tensor-parallel ranks, and computes the gradient norm from the first rank's
+    copy only. If a split parameter had no mark, the gradient norm would contain only the first
+    tensor-parallel rank's part of this parameter.
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
@@ -352,8 +352,8 @@ _EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)
 
 
 def is_expert(name: str) -> bool:
-    """Returns True if a parameter belongs to one expert. Experts are never cut over tensor-parallel
-    ranks."""
+    """Returns True if a parameter belongs to one expert. No expert is ever split across
+    tensor-parallel ranks."""
     return _EXPERT.search(name) is not None
 
 
@@ -402,8 +402,8 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter and every expert bias of this rank with its slice of the folder's
-    tensors. Reads only the slices that this rank needs.
+    """Loads this rank's parameters and expert biases from the Hugging Face folder. Reads only the
+    slices that this rank needs.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.

@@ -1,11 +1,12 @@
-"""Routing replay: the log-prob pass and training send tokens to the experts that the rollout engine
-chose.
+"""Implements routing replay. In the log-prob pass and in the training pass, the trainer sends each
+token to the experts that the rollout engine chose for the token.
 
-Engine and trainer round differently, so a token's k-th and (k+1)-th expert sometimes swap. A swap
-changes the token's log-prob by far more than rounding does ("R3", Ma et al. 2025,
-arXiv:2510.11370). If the trainer replays the engine's choice of experts, the log-probs of engine
-and trainer differ only by rounding. The gate values come from the trainer's own logits at the
-replayed experts, so the router still learns.
+The rollout engine and the trainer round numbers differently. The engine and the trainer can
+therefore rank a token's k-th and (k+1)-th expert in opposite order. Such a swap of experts changes
+the token's log-prob by far more than rounding does ("R3", Ma et al. 2025, arXiv:2510.11370). If the
+trainer replays the engine's choice of experts, the log-probs of engine and trainer differ only by
+rounding. The gate values come from the trainer's own logits at the replayed experts, so the router
+still learns.
 
 Shape legend: s positions and b rows of a micro-batch on this rank, t = s b tokens of a router, L
 layers, K experts per token, E experts.
@@ -44,12 +45,12 @@ class GivenExperts(RouterReplay):
     """Replays the engine's experts in one router, one micro-batch at a time.
 
     Megatron's RouterReplay cannot distinguish a forward pass from a recomputation of this forward
-    pass during backward. The caller of RouterReplay must therefore set which of the two comes next.
-    In a pipeline, forward passes of some micro-batches alternate with backward passes of other
-    micro-batches. GivenExperts therefore detects recomputations without help from the caller. If
-    backward will recompute a forward pass (activation recomputation), the first run of the forward
-    pass has gradients disabled, and the recomputation has gradients enabled. Recomputations come in
-    the same order as the forward passes that ran without gradients.
+    pass during backward. The caller of RouterReplay must therefore state whether a forward pass or
+    a recomputation comes next. In a pipeline, forward passes of some micro-batches alternate with
+    backward passes of other micro-batches. GivenExperts therefore detects recomputations without
+    help from the caller. If backward will recompute a forward pass (activation recomputation), the
+    first run of the forward pass has gradients disabled, and the recomputation has gradients
+    enabled. Recomputations come in the same order as the forward passes that ran without gradients.
     """
 
     def __init__(self) -> None:
@@ -62,8 +63,8 @@ class GivenExperts(RouterReplay):
         self.counts: Tensor | None = None
 
     def begin(self, trains: bool) -> None:
-        """Prepares for a pass over micro-batches. If `trains` is True, the pass includes
-        backward."""
+        """Prepares for a pass over micro-batches. If `trains` is True, the backward pass of each
+        micro-batch also runs."""
         self._given, self._trains, self.counts = None, trains, None
         self._again.clear()
 
@@ -123,7 +124,8 @@ def begin_pass(model: list[nn.Module], *, trains: bool) -> None:
 
 
 def give_experts(chunk: nn.Module, experts: Tensor | None) -> None:
-    """Sets the experts for a chunk's next forward. Does nothing if `install` was not called.
+    """Sets the experts for the next forward pass of a model chunk. Does nothing if `install` was
+    not called.
 
     Args:
         experts: [L, s, b, K] expert numbers on the host, for all layers of the model. s counts the

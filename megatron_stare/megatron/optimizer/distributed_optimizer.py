@@ -5,22 +5,23 @@ A data-parallel rank holds a contiguous range of each parameter's elements, call
 stretch may begin and end within a row of the parameter. Megatron's checkpoint formats for the
 optimizer's state have disadvantages. By default, the format `fully_reshardable` gathers the
 complete optimizer state on every data-parallel rank. The format `dp_reshardable` saves the
-optimizer's own buckets, so on a resume only the number of data-parallel ranks may change. The
-format `fully_sharded_model_space` is meant to need neither a gather nor a fixed layout, but
-megatron-core 0.16 and 0.19 refuse this format. This module instead cuts a stretch into boxes: one
-box for the whole rows of the stretch, and further boxes for the partial rows at its two ends. A box
-has a start and a size in each dimension of the tensor, like any part that Megatron saves. With
-boxes, nothing is gathered. In any layout, every rank writes and reads only its own boxes.
+optimizer's own buckets. A resume from this format may change the number of data-parallel ranks, but
+no other part of the layout. The format `fully_sharded_model_space` is meant to need neither a
+gather nor a fixed layout, but megatron-core 0.16 and 0.19 refuse this format. This module instead
+cuts a stretch into boxes: one box for the whole rows of the stretch, and further boxes for the
+partial rows at its two ends. A box has a start and a size in each dimension of the tensor, like any
+part that Megatron saves. With boxes, nothing is gathered. In any layout, every rank writes and
+reads only its own boxes.
 
 The float32 master weights (masters) of 16-bit parameters are saved as float32. On load, the masters
 are converted to the form in which the optimizer stores masters. By default, Megatron's distributed
 optimizer holds the master weights, and passes the master weights to the inner optimizer as the
 tensors to update. If the distributed optimizer is precision-aware, it passes the parameters
-themselves to the inner optimizer, which keeps the masters in its state as "master_param". For a
-bfloat16 parameter, Transformer Engine's FusedAdam keeps only the 16 bits of the master that the
-parameter does not contain. For other parameters, FusedAdam keeps the masters in float32.
-HybridDeviceOptimizer updates its masters on the host, and its state contains the masters as
-"master_param".
+themselves to the inner optimizer, which keeps the masters in its state as "master_param". A
+bfloat16 parameter contains the upper 16 bits of its float32 master, rounded. For such a parameter,
+Transformer Engine's FusedAdam therefore keeps only the lower 16 bits of the master. For other
+parameters, FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its masters on the
+host, and its state contains the masters as "master_param".
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def joined(rounded: Tensor, low: Tensor) -> Tensor:
 
 
 def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits float32 numbers [n] into the two halves for `joined`: bfloat16 and int16.
+    """Splits float32 numbers [n] into two tensors of 16 bits per number, a bfloat16 tensor [n] and
+    an int16 tensor [n]. The function `joined` rebuilds the float32 numbers from the two tensors.
 
     Args:
         near: bfloat16 [n], the numbers rounded by any rule. All data-parallel ranks hold these
@@ -140,7 +142,7 @@ class _Stretch:
 
     `updated`: [stop - start] tensor that the optimizer updates, which is either the float32 master
         or the parameter's own elements.
-    `state`: the optimizer's state of `updated`.
+    `state`: state that the optimizer keeps for the tensor `updated`.
     """
 
     parameter: nn.Parameter

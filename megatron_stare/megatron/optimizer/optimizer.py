@@ -35,9 +35,9 @@ class LossScale(DynamicGradScaler):
     is not yet known.
 
     Megatron's own class updates the scale whenever it divides a gradient by the scale, even for a
-    batch without a loss. In Megatron, the optimizer of the experts and the optimizer of the other
-    parameters each update a loss scale of their own. With separate scales, an optimizer could
-    divide its gradient by a scale that differs from the scale of the loss.
+    batch without a loss. In Megatron, the optimizer of the experts updates one loss scale, and the
+    optimizer of the other parameters updates a second loss scale. With separate scales, an
+    optimizer could divide its gradient by a scale that differs from the scale of the loss.
     """
 
     def update(self, found_inf: bool) -> None:
@@ -147,12 +147,14 @@ class Outcome:
     """The outcome of an optimizer step.
 
     `grad_norm`: norm of the unscaled gradient before clipping.
-    `finite`: false if the gradient or the loss was not finite. If the gradient overflowed only
-        because of the loss scale, `finite` stays true, and `skipped` is true.
+    `finite`: false if the gradient or the loss was not finite. There is one exception: if the
+        gradient overflowed because the loss scale was too large, `finite` is true, and `skipped`
+        reports the overflow.
     `empty`: whether no token of the batch had a loss.
     `skipped`: whether the step was skipped because the loss scale was too large for float16. The
         next update uses the same scale or a smaller scale.
-    `held`: whether no step was taken because the gradient norm was above its limit.
+    `held`: true if the gradient norm was finite, but above its limit. In this case, no step was
+        taken.
     """
 
     grad_norm: float

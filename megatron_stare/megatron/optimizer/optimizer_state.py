@@ -172,8 +172,8 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
 
     After a step, a host optimizer looks up the device copy of each of its parameters. A probe
     parameter has no device copy, so a host optimizer cannot update the probe. The function
-    therefore lets a new optimizer update the probe. The new optimizer has the same class and
-    settings as the first host optimizer.
+    therefore creates a new optimizer, which can update a probe. The new optimizer has the same
+    class and settings as the first host optimizer.
     """
     if not optimizer.cpu_optimizers:
         return StepPlace()
@@ -235,8 +235,9 @@ def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
 
 
 def like(kept: Any, step: int) -> Any:
-    """Converts `step` to the form of `kept`, a step count that an optimizer stored as a tensor or a
-    number. If `kept` is a tensor, the result is a new tensor; otherwise, the result is a number."""
+    """Converts the number `step` to the type of `kept`. The argument `kept` is a step count that an
+    optimizer stored, either as a tensor or as a number. If `kept` is a tensor, the result is a new
+    tensor; otherwise, the result is a number."""
     return torch.full_like(kept, step) if torch.is_tensor(kept) else type(kept)(step)
 
 

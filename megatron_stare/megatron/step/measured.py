@@ -67,7 +67,8 @@ class Measured:
     forecast: dict[str, Tensor] = field(default_factory=dict)
 
     def requests(self, *, sampled: bool = True) -> dict[str, Request]:
-        """Returns the statistics requests for the rollout batch's metrics, keyed by metric name.
+        """Returns a dict that maps the name of each metric of the rollout batch to a `Request`. The
+        `Request` defines the statistic that gives the metric's value.
 
         Args:
             sampled: False if no engine sampled the tokens. The tokens then have no log-probs of an

@@ -116,9 +116,9 @@ class Objective:
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Returns the statistics requests for the update's metrics, keyed by metric name. The
-        requests use the tensors that `loss` logged on this rank, and the answers cover all
-        ranks."""
+        """Returns a dict that maps the name of each metric of the update to a `Request`. The
+        `Request` defines the statistic that gives the metric's value. The requests use the tensors
+        that `loss` logged on this rank, and the answers cover all ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),

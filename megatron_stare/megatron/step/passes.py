@@ -1,5 +1,6 @@
-"""Runs the two passes over a batch. The log-prob pass is forward only and gives log-probs and
-entropies. The training pass runs forward and backward and gives the gradient.
+"""Runs the two passes over a batch. The log-prob pass runs only the model's forward pass, and
+computes log-probs and entropies. The training pass runs the model's forward pass and backward pass,
+and computes the gradient.
 
 The two passes run Megatron's pipeline schedule over the same micro-batches. On-policy ratios are
 therefore 1. `Reference` is the reference policy in the KL term. The reference policy's log-probs
@@ -160,8 +161,9 @@ def _run(
 def _forget_routes(model: list[nn.Module]) -> None:
     """Drops the routing weights that each token dispatcher keeps of its last micro-batch.
 
-    Their autograd graph leads back to the model through nodes that Python's garbage collector does
-    not see. With them, a closed trainer's weights and process groups would stay in memory.
+    The autograd graph of the routing weights leads back to the model through nodes that Python's
+    garbage collector does not see. Without `_forget_routes`, the routing weights would keep the
+    weights and the process groups of a closed trainer in memory.
     """
     for chunk in model:
         for module in chunk.modules():

@@ -16,8 +16,8 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 
 class SavedForBackward:
     """Counts the bytes that autograd currently keeps for backward, and the peak of these bytes
-    since the last `take_peak`. Memory that several saved tensors share is counted once. The
-    policy's own memory is not counted."""
+    since the last `take_peak`. If several saved tensors use the same memory, this memory is counted
+    once. The policy's own memory is not counted."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
@@ -88,9 +88,9 @@ class RankMemory:
         self._policy, self._saved = policy, SavedForBackward()
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Counts the tensors that autograd saves for backward inside this context. `live_mb`
-        includes these tensors. On CUDA the context does nothing, because CUDA's allocator already
-        counts saved tensors."""
+        """Returns a context manager. Inside its context, the tensors that autograd saves for the
+        backward pass are counted. `live_mb` includes these tensors. On CUDA the context manager
+        does nothing, because CUDA's allocator already counts saved tensors."""
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:

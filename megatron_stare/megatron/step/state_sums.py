@@ -32,7 +32,8 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum 
 
 @dataclass(frozen=True)
 class RankProof:
-    """Numbers from one rank that prove whether a checkpoint restored the whole state.
+    """Contains one rank's log-probs, sums and step counts. The driver uses these numbers to verify
+    that a checkpoint restored the whole state.
 
     `log_probs`: for each policy, two tensors [n]: the canonical indices of this rank's response
         positions, and the float32 log-probs at these positions. Only ranks of the last pipeline

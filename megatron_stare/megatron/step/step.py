@@ -175,8 +175,8 @@ class Step:
         watched: Sequence[int] = (),
         norm_limit: float = math.inf,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Runs forward, backward, clipping and optimizer step on one mini-batch; see
-        Trainer.update."""
+        """Trains on one mini-batch: runs the forward pass and the backward pass, clips the
+        gradient, and takes an optimizer step. See Trainer.update."""
         policy = self._policy
         part = self.batch.mini_batch(self._mini_batch(number))
         if number > 0:  # `measure` made the first
@@ -271,8 +271,8 @@ class Step:
 
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
-        """Returns the objective of an update on the last pipeline stage, and None on all other
-        stages.
+        """Returns the objective of an update if this rank is on the last pipeline stage. On all
+        other pipeline stages, returns None.
 
         For every update after the first, all ranks must call `_make_objective`, because the call
         may run a forward pass. If `statistics.surprisal` is `current`, a forward pass recomputes
@@ -311,8 +311,9 @@ class Step:
     def _metrics(
         self, logged: Mapping[str, Tensor], *, with_batch: bool
     ) -> Mapping[str, Tensor | float]:
-        """Returns all metrics of an update on the last pipeline stage, and {} on all other stages.
-        If `with_batch` is True, the metrics of the rollout batch are included."""
+        """Returns all metrics of an update if this rank is on the last pipeline stage. On all other
+        pipeline stages, returns {}. If `with_batch` is True, the metrics of the rollout batch are
+        included."""
         if self.measured is None or self._objective is None:
             return {}
         objective = self._objective
@@ -345,9 +346,8 @@ class Step:
         loss_scale: Tensor | None,
     ) -> None:
         """Writes the loss and the gradients of the first update, and the weights before this
-        update. All ranks must call `_dump`. This method does not write the mini-batch. The driver
-        writes the mini-batch into the same folder, because only the driver holds the whole
-        mini-batch."""
+        update. All ranks must call `_dump`. The driver, and not `_dump`, writes the mini-batch into
+        `folder`, because only the driver holds the whole mini-batch."""
         policy = self._policy
         gradients = export_gradients(policy.model, policy.shape, policy.layout, loss_scale)
         if policy.layout.rank == 0:  # it has all tensors, as the last stage has the loss

@@ -81,8 +81,9 @@ class Window:
 
     def growth(self) -> float | None:
         """Returns the median of the latest values divided by the median of the first values.
-        Returns None as long as one of the latest values is also one of the first values. Also
-        returns None if the median of the first values is not above 0."""
+        Returns None until the window has received `first` + `steps` finite values. With fewer
+        values, the first values and the latest values would overlap. Also returns None if the
+        median of the first values is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -141,7 +142,7 @@ class Condition(ABC):
 
 @dataclass(frozen=True)
 class Above(Condition):
-    """Holds if any of the metrics is above a bound."""
+    """Tests whether any of the metrics is above the value of the field `bound`."""
 
     bound: float = 0.0
 
@@ -154,7 +155,8 @@ class Above(Condition):
 
 @dataclass(frozen=True)
 class Equal(Condition):
-    """Holds if the metric equals a number. `Equal` is meant for metrics that are flags."""
+    """Tests whether the metric equals the value of the field `number`. `Equal` is meant for metrics
+    that are flags."""
 
     number: float = 0.0
 
@@ -167,7 +169,7 @@ class Equal(Condition):
 
 @dataclass(frozen=True)
 class Risen(Condition):
-    """Holds if the metric is above its value in the previous step. If the previous step has no
+    """Tests whether the metric is above its value in the previous step. If the previous step has no
     value, 0 is used instead."""
 
     def __str__(self) -> str:
@@ -183,8 +185,9 @@ class Risen(Condition):
 
 @dataclass(frozen=True)
 class TimesMedian(Condition):
-    """Holds if the metric is more than `times` times the median of earlier steps. If the metric is
-    NaN or infinite, the condition does not hold, because another rule covers such values."""
+    """Tests whether the metric is above a limit. The limit is the median of earlier steps,
+    multiplied by the factor `times`. If the metric is NaN or infinite, the condition does not hold,
+    because another rule covers such values."""
 
     times: float = GRAD_SPIKE
     steps: int = GRAD_WINDOW
@@ -205,10 +208,10 @@ class TimesMedian(Condition):
 
 @dataclass(frozen=True)
 class Collapse(Condition):
-    """Holds if entropy has collapsed in a run without an entropy target. Entropy has collapsed if
-    two conditions are met. First, the recent mean of the entropy is at most FALLEN_SHARE times the
-    mean of the run's first START_STEPS steps. Second, at its recent rate of decrease, the entropy
-    would halve in fewer than HALVING_STEPS steps."""
+    """Tests whether entropy has collapsed in a run without an entropy target. Entropy has collapsed
+    if two criteria are met. One criterion is that the recent mean of the entropy is at most
+    FALLEN_SHARE times the mean over the run's first START_STEPS steps. The other criterion is that
+    the entropy, at its recent rate of decrease, would halve in fewer than HALVING_STEPS steps."""
 
     def __str__(self) -> str:
         return (
@@ -254,8 +257,9 @@ class _Sides(Window):
 
 @dataclass(frozen=True)
 class OffTarget(Condition):
-    """Holds if entropy reaches its target and then stays outside the target's band for
-    OFF_TARGET_STEPS steps in a row. The initial approach to the target raises no alert."""
+    """Tests whether entropy has reached its target and has then stayed outside the target's band
+    for OFF_TARGET_STEPS steps in a row. Until entropy reaches its target for the first time, the
+    condition does not hold."""
 
     def __str__(self) -> str:
         return (
@@ -289,11 +293,12 @@ class OffTarget(Condition):
 
 @dataclass(frozen=True)
 class Grown(Condition):
-    """Holds if the log-prob difference between engine and trainer has grown over the run, and the
-    mean difference is not negligible.
+    """Tests whether the log-prob difference between engine and trainer has grown by more than the
+    factor `times` since the start of the run. The mean difference must also be above `least`.
 
-    `setting`: name of the run setting whose values replace `times` and `least`, or "" if the
-        table's values apply.
+    `setting`: name of the run setting that replaces the field `times`, or "" for no such setting.
+        If there is such a setting, the product of TREND_FLOOR and the setting `agreement.mean`
+        replaces the field `least`.
     """
 
     times: float = TREND
@@ -312,8 +317,8 @@ class Grown(Condition):
 
 @dataclass(frozen=True)
 class Spike(Condition):
-    """Holds if the metric is above the median of earlier steps by more than `spreads` times the
-    spread of these steps.
+    """Tests whether the metric exceeds the median of earlier steps by more than a margin. The
+    margin is the spread of the earlier steps, multiplied by the factor `spreads`.
 
     `both_ways`: whether a value far below the median also counts as a spike.
     `spreads`, `steps`, `known`: values from the run's settings, which config/fault_sections.py
@@ -357,8 +362,8 @@ class Spike(Condition):
 
 @dataclass(frozen=True)
 class Outside(Condition):
-    """Holds if the metric is outside the band from `low` to `high`. The run's settings define `low`
-    and `high`."""
+    """Tests whether the metric is below `low` or above `high`. The run's settings define `low` and
+    `high`."""
 
     low: float = -math.inf
     high: float = math.inf

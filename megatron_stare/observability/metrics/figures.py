@@ -34,7 +34,7 @@ class Figure:
     """One result of a run as text: a label, a value, a note that helps to judge the value, and a
     tone that marks good or bad news.
 
-    `first`: true for the few figures that show at a glance whether the run worked.
+    `first`: true for the few results that a reader needs to judge quickly whether the run worked.
     """
 
     label: str
@@ -118,9 +118,10 @@ def outline(run: RunRecord) -> str:
 
 
 def started(run: RunRecord) -> str:
-    """Describes the date, host and commit of each start of the run. Consecutive starts with the
-    same host and commit are merged. Returns "" if the run was made by an old release that did not
-    record starts."""
+    """Describes the date, host and commit of the run's starts. If several consecutive starts have
+    the same host and the same commit, the text names the host and the commit only once, and gives
+    only the dates of the first and the last of these starts. Returns "" for a run of an old
+    release, because old releases did not write the file starts.jsonl."""
     said: list[str] = []
     for place, starts in itertools.groupby(run.starts, _place):
         first, *others = starts

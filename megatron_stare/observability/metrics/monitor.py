@@ -78,8 +78,8 @@ class Monitor:
         self._stopwatch = Stopwatch(self._shown)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Measures the time spent inside this context as the phase `name` of the current step. The
-        time is logged as `time/<name>_s`."""
+        """Returns a context manager that measures how long the phase `name` of the current step
+        takes. The time is logged as `time/<name>_s`."""
         return self._stopwatch(name)
 
     def progress(self, done: int, total: int) -> None:

@@ -1,5 +1,6 @@
-"""Computes a user's own metrics by calling the user's functions on a step's batch. The YAML
-configuration names the functions. docs/howto/metric.md shows an example."""
+"""Computes a user's own metrics by calling the user's functions on a step's batch. In the YAML
+configuration, the setting `observability.metrics` lists the functions. docs/howto/metric.md shows
+an example."""
 
 from __future__ import annotations
 

@@ -31,12 +31,13 @@ def paired_interval(
     """Returns the mean of `after` - `before` over prompts, and Student's confidence interval of
     this mean. `before` and `after` contain results of the same prompts in the same order.
 
-    Let d be the mean and s the sample standard deviation (divisor n - 1) of d_i = after_i -
-    before_i. Let t be the (1 + level)/2 quantile of Student's distribution with n - 1 degrees of
-    freedom. The interval is d ± t s / √n. Pairing removes the spread between easy and hard
-    problems, which is most of the variance. The interval is too narrow if there are fewer than
-    about 30 problems and most d_i are equal. If all d_i are equal, the interval has width 0, but
-    this says nothing about unseen problems.
+    Let d_i be the difference after_i - before_i of prompt i, and let n be the number of
+    differences. Let m be the mean of the n differences. Let s be the sample standard deviation of
+    the n differences, computed with the divisor n - 1. Let t be the (1 + level)/2 quantile of
+    Student's distribution with n - 1 degrees of freedom. The interval is m ± t s / √n. Pairing
+    removes the spread between easy and hard problems, which is most of the variance. The interval
+    is too narrow if there are fewer than about 30 problems and most d_i are equal. If all d_i are
+    equal, the interval has width 0, but this says nothing about unseen problems.
 
     Several prompts of one problem are not independent. If a problem has several prompts, n is the
     effective number of problems, and the interval's half width is t √v. Here v is the variance of
@@ -88,8 +89,8 @@ def compared(
 def summary(
     metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3
 ) -> dict[str, float | None]:
-    """Returns the statistics of one run by name. A statistic is None if its metric was never logged
-    or never finite.
+    """Returns a dict with statistics of one run. The keys are the names of the statistics. A
+    statistic is None if its metric was never logged or never finite.
 
         steps, last_step           number of steps, and number of the last step
         wall_s, step_s             sum and mean of the step times, s
@@ -168,8 +169,8 @@ def on_target(figures: Mapping[str, float | None]) -> bool | None:
 class ForecastFit:
     """Agreement between forecasts and measurements of the same steps.
 
-    `scale`: slope of the least-squares line through the origin that predicts measurements from
-        forecasts.
+    `scale`: slope of the regression line through the origin, with the forecasts as x and the
+        measurements as y. The line is fitted by least squares.
     `correlation`: Pearson's correlation, or NaN if the forecasts or the measurements do not vary.
     `same_sign`: share of the steps in which forecast and measurement have the same sign.
     `points`: number of steps compared.

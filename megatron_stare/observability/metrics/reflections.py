@@ -47,8 +47,8 @@ METRICS = (
 
 
 def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str, float]:
-    """Returns `response/reflections`: the mean number of occurrences of the words in a response,
-    over the step's samples.
+    """Counts how often the words in the argument `words` occur in each sample's response. Returns
+    the mean count over the step's samples as the metric `response/reflections`.
 
     Args:
         words: words to count, by the rules of records/words.py. Without words, the function returns
@@ -67,8 +67,9 @@ def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
     loss counts.
 
     The rules of records/words.py determine which words are found. A token belongs to a word if the
-    token contains any of the word's characters. Samples without recorded values per token
-    (`Trajectory.numbers`) are ignored. Returns {} if no token is selected.
+    token contains any of the word's characters. If `Trajectory.numbers` of a sample is None, no
+    per-token values were recorded for the sample, and the function ignores the sample. Returns {}
+    if no token is selected.
     """
     selected, everything = Counter[str](), Counter[str]()
     for sample in samples:

@@ -108,12 +108,15 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
-    """Returns the share of n-grams of token ids that occurred earlier in the same response, or NaN
-    if there are no n-grams. `responses` contains one 1-dim tensor of token ids for each response.
+    """Returns the share of n-grams that are repetitions, or NaN if there are no n-grams. An n-gram
+    is a sequence of n token ids. An n-gram is a repetition if the same response contains an equal
+    n-gram at an earlier position. `responses` contains one 1-dim tensor of token ids for each
+    response.
 
-    Each n-gram is encoded as one int64 number, in a numeral system whose base is the largest token
-    id plus 1. The first digit of the number is the index of the response, and the other digits are
-    the token ids. The numbers are sorted with numpy, because torch would take ten times as long.
+    Each n-gram is encoded as one int64 number. The number starts as the index of the response. For
+    each token id of the n-gram, the number is multiplied by the base, and the token id is added.
+    The base is the largest token id plus 1. The numbers are sorted with numpy, because torch would
+    take ten times as long.
     """
     columns = [tokens.numpy() for tokens in responses]
     lengths = np.array([len(column) for column in columns], dtype=np.int64)

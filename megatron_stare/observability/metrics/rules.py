@@ -78,9 +78,10 @@ class Rule:
         the largest value.
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
-    `flag`: metric that is 1 in every step in which the condition held, or "" for no such metric.
-        The driver tests the rule's condition and logs this metric. The class `Watch` raises the
-        alert according to this metric, and does not test the rule's condition a second time.
+    `flag`: name of a metric that is 1 in every step in which the rule's condition held. If the rule
+        has no such metric, `flag` is "". The driver tests the rule's condition and logs this
+        metric. The class `Watch` raises the alert according to this metric, and does not test the
+        rule's condition a second time.
     `dtype`: dtype that the trained model must have for the rule to apply, or "" if any dtype will
         do.
     `sampled`: True if the rule applies only to runs that sample their responses.
@@ -265,7 +266,7 @@ RULES = {rule.name: rule for rule in _TABLE}
 
 
 class Watch:
-    """Determines from the metrics of a run's steps when alerts begin and end.
+    """Begins and ends the alerts of a run, according to the metrics of the run's steps.
 
     Args:
         dtype: dtype of the trained model. The dtype determines how closely engine and trainer

@@ -1,5 +1,5 @@
-"""Prepares numbers for charts: chooses round tick marks, formats short labels, smooths series, and
-thins long series.
+"""Prepares numbers for charts. The functions place tick marks at round numbers, turn values into
+short labels, smooth series, and reduce the number of points of long series.
 
 `report/charts.py` and `figures.py` use this module. The module does not depend on SVG or HTML.
 """

@@ -215,11 +215,11 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
     """Returns two charts for each run that selects tokens. The first chart shows the precision of
-    each set of selected tokens. For a set of rare tokens, precision is the share of the set's
-    tokens whose surprisal is above the critical surprisal of the token's position. For a set of
-    common tokens, precision is the share of the set's tokens whose surprisal is not above the
-    critical surprisal of the token's position. The second chart shows the effect of the selected
-    tokens on the entropy, summed over the steps so far."""
+    each set of selected tokens. For a set of high-surprisal tokens (L+ and L−), precision is the
+    share of the set's tokens whose surprisal is above the critical surprisal of the token's
+    position. For a set of low-surprisal tokens (U+ and U−), precision is the share of the set's
+    tokens whose surprisal is not above the critical surprisal of the token's position. The second
+    chart shows the effect of the selected tokens on the entropy, summed over the steps so far."""
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
@@ -241,8 +241,8 @@ def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _of_sets(run: RunRecord, metric: str) -> list[Line]:
-    """Returns one chart line for each set of selected tokens for which the run logged the
-    metric."""
+    """Returns the chart lines of a metric, with one line for each set of selected tokens. A set has
+    no line if the run did not log the metric for this set."""
     lines = [Line(label, 0, *run.series(f"{metric}_{end}"), kind) for end, label, kind in _SETS]
     return [line for line in lines if line.values]
 

@@ -109,9 +109,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 def alike(runs: Sequence[RunRecord]) -> list[str]:
     """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
     steps. The sentence states up to which step the entropy and the reward of the two runs are
-    equal. If a run's gate stayed closed in all steps with equal values, the sentence gives the
-    closed gate as the reason for the equality. In the charts, the lines of the two runs cover each
-    other during these steps."""
+    equal. If a run's gate stayed closed while the entropy and the reward of the two runs were
+    equal, the sentence gives the closed gate as the reason for the equal values. In the charts, the
+    lines of the two runs cover each other during these steps."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:

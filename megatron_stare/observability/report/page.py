@@ -2,9 +2,9 @@
 
 Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
 report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
-module prepares the content. `page.html.jinja` lays out the content: a first screen, and below it
-parts that a reader can unfold. Without JavaScript, a browser shows everything except the token
-view.
+module prepares the content. `page.html.jinja` arranges the content. The page begins with a first
+screen. The sections below the first screen are folded, and a reader can unfold each section.
+Without JavaScript, a browser shows everything except the token view.
 """
 
 from __future__ import annotations

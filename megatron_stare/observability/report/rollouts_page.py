@@ -103,12 +103,12 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
 class Stored:
     """The responses of one run.
 
-    `rows`: columns of the list of responses, by name. The columns `prompt` and `task` contain
-        indices into `prompts` and `tasks`. The column `at` contains two indices: the index of the
-        response's block in `texts`, and the response's index within the block. The column `numbers`
-        contains the index of the response's block in the list `Stored.numbers`, which holds the
-        blocks of per-token values. The index is -1 if the page has no per-token values for the
-        response.
+    `rows`: table of the responses, as a dict that maps the name of a column to the column's values.
+        The columns `prompt` and `task` contain indices into `prompts` and `tasks`. The column `at`
+        contains two indices: the index of the response's block in `texts`, and the response's index
+        within the block. The column `numbers` contains the index of the response's block in the
+        list `Stored.numbers`, which holds the blocks of per-token values. The index is -1 if the
+        page has no per-token values for the response.
     `keys`: one tuple (task, prompt, step, sample) per row. The function `pairs` finds the matching
         response of another run by means of `keys`.
     `texts`, `numbers`: blocks of response texts, and blocks of per-token values.
@@ -311,9 +311,9 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
-    """Returns all elements of `blocks`, which are blocks or files, if their total size is at most
-    `room`. Otherwise returns the first block, and further blocks at even intervals as long as they
-    fit."""
+    """Returns the whole list `blocks` if the total size of the list's elements is at most `room`.
+    An element is a block or a file. If the list is too large, returns the first element, and
+    further elements at even intervals as long as these elements fit."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

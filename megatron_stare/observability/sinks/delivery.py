@@ -2,12 +2,13 @@
 
 `Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
 is a small file in the run directory that lists what the service has received. Subclasses of
-`Service` write the `Delivered` file before they send a step. If the run is killed between writing
-and sending, the service lacks this step. The service never receives a step twice. The webhook
-writes its `Delivered` file after it has posted the alerts of a step. If the run is killed between
-posting and writing, the service may receive the same alerts twice. `Delivered` files are not part
-of checkpoints. When a run goes back to a checkpoint, the service still has all data that was sent
-after this checkpoint.
+`Service` write the `Delivered` file before they send a step. If the run is killed after the
+`Delivered` file is written and before the training step is sent, the service lacks this training
+step. The service never receives a step twice. The webhook writes its `Delivered` file after it has
+posted the alerts of a step. If the run is killed after the alerts are posted and before the
+`Delivered` file is written, the service may receive the same alerts twice. `Delivered` files are
+not part of checkpoints. When a run goes back to a checkpoint, the service still has all data that
+was sent after this checkpoint.
 """
 
 from __future__ import annotations

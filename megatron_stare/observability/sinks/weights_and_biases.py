@@ -33,8 +33,8 @@ class WeightsAndBiases(Service):
     `step`.
 
     In W&B's online mode, a resumed run continues the same W&B run. W&B cannot continue an offline
-    run, so each offline start is a separate W&B run. The W&B runs of all starts form one group, and
-    no step is in two W&B runs.
+    run, so each offline start is a separate W&B run. All offline W&B runs of one training run
+    belong to one W&B group. No step is logged in two of these W&B runs.
 
     Args:
         project: W&B project.

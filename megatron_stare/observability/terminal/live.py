@@ -50,7 +50,8 @@ def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
 
 
 class LiveDisplay(RunDisplay):
-    """Shows the panel from construction until `close` is called or the interpreter exits.
+    """Shows a live panel. The constructor opens the panel. The panel stays live until `close` is
+    called or the Python interpreter exits.
 
     Args:
         total_steps: number of the run's last step.

@@ -32,7 +32,8 @@ class Scale:
     `low`: value at the chart's lower edge.
     `row`: height of one character row, in the unit of the values.
     `band_rows`: rows that the chart's band touches; empty if the chart has no band.
-    `ticks`: round values that label the axis, by row number. Row 0 is the lowest row.
+    `ticks`: dict that maps the index of a character row to the label of this row on the axis. Each
+        label is a round number. Row 0 is the lowest row.
     """
 
     low: float

@@ -51,8 +51,8 @@ class RemainingTime:
         self._seen += 1
 
     def left(self, steps: int) -> float | None:
-        """Returns the estimated seconds for `steps` more steps, or None before the first step is
-        done."""
+        """Estimates how many seconds the remaining steps will take. `steps` is the number of
+        remaining steps. Returns None if no step is finished yet."""
         if not self._recent:
             return None
         cap = _OUTLIER * statistics.median(self._recent)
@@ -78,8 +78,8 @@ class RunDisplay(ABC):
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
-        """Receives two numbers for the current phase. `done` is the number of finished responses,
-        and `total` is the number of responses that the phase needs."""
+        """Receives the number of finished responses (`done`) and the number of responses that the
+        current phase needs in total (`total`)."""
 
     def evaluated(self, name: str, value: float, step: int) -> None:  # noqa: B027 - a line is printed by `note`
         """Receives the newest result of an evaluation task: the result's name and value, and the
@@ -99,7 +99,7 @@ class RunDisplay(ABC):
 
     @abstractmethod
     def note(self, text: str) -> None:
-        """Shows a remark between the steps."""
+        """Shows a remark to the user."""
 
     @abstractmethod
     def warn(self, text: str) -> None:

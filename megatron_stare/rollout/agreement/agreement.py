@@ -2,11 +2,11 @@
 likely cause if the log-probs differ too much. Pure.
 
 There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
-run's temperature. The canary comparison covers a fixed set of sequences, the canary, after every
-weight sync and at temperature 1. The likely cause is inferred from two facts: which of the two
-comparisons shows a difference, and at which positions of the sequences the log-probs differ. The
-differences themselves are computed by the ranks that hold the trainer's log-probs
-(megatron/step/differences.py).
+run's temperature. The canary is a fixed set of sequences. After every weight sync, the canary
+comparison compares the log-probs of the canary's tokens at temperature 1. The likely cause is
+inferred from two facts: which of the two comparisons shows a difference, and at which positions of
+the sequences the log-probs differ. The differences themselves are computed by the ranks that hold
+the trainer's log-probs (megatron/step/differences.py).
 """
 
 from __future__ import annotations
@@ -241,9 +241,12 @@ def _first_position(difference: LogProbDifference) -> Sizes:
 
 
 def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
-    """Raises AgreementError if log-prob differences exceed a limit. The argument `passed` is a text
-    that describes every exceeded limit. If no limit is exceeded, `passed` is "" (see
-    `Limits.passed`)."""
+    """Raises AgreementError if log-prob differences exceed a limit.
+
+    Args:
+        passed: text that describes every exceeded limit; "" if no limit is exceeded (see
+            `Limits.passed`).
+    """
     if not passed:
         return
     raise AgreementError(

@@ -108,8 +108,8 @@ class Limits:
 
     def size(self, part: Sizes) -> float:
         """Summarises the log-prob differences of a subset of tokens by one number, in nats. If the
-        compute dtype has 16 bits, the number is the mean difference. If the compute dtype is
-        float32, the number is the largest difference. NaN is ignored."""
+        compute dtype has 16 bits, `size` returns the mean difference. If the compute dtype is
+        float32, `size` returns the largest difference. NaN is ignored."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
@@ -124,13 +124,14 @@ class Limits:
 
     @property
     def rounding(self) -> float:
-        """Threshold, in nats, for differences that rounding alone can cause. If engine and trainer
-        differ only by rounding, the differences of at least 99 % of the tokens are below this
+        """Threshold, in nats, for differences that rounding alone can cause. If rounding is the
+        only cause of differences, at least 99 % of the tokens have log-prob differences below this
         threshold."""
         return self.bounds["p99"] if self.in_16_bits else self.same
 
     @property
     def wrong(self) -> float:
-        """Limit on the number that the method `size` returns. If `size` returns a larger number for
-        some tokens, engine and trainer count as having different log-probs for these tokens."""
+        """Limit on the number that the method `size` returns. If `size` returns a number above this
+        limit for a subset of tokens, engine and trainer count as having different log-probs for
+        this subset."""
         return self.bounds["mean"] if self.largest is None or self.in_16_bits else self.largest

@@ -57,9 +57,9 @@ def decode_batch(
     `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
 
     A row's sampling noise depends only on `params` and the row's request. If the distribution is
-    the same, the same token is therefore sampled, whatever other rows are in the batch. The
-    distribution itself changes by about 1e-7, through float rounding, if the number of rows changes
-    the shapes of the matrix products.
+    the same, the same token is therefore sampled, whatever other rows are in the batch. The number
+    of rows can change the shapes of the matrix products. Different shapes cause different float
+    rounding, which changes the distribution by about 1e-7.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -106,9 +106,9 @@ def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
-    sets of stop tokens in the requests. Each row contains True for every token that ends the
-    response to a request with this set. The second tensor, [B], contains one index for each
-    request. The index selects the row of the first tensor that applies to the request."""
+    sets of stop tokens in the requests. All requests with the same set of stop tokens share one
+    row. A row contains True for every token that ends a response to the row's requests. The second
+    tensor, [B], contains, for each request, the index of the request's row in the first tensor."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -232,7 +232,7 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of one new token per row to all cached tokens of the row.
+    """Computes attention. In each row, one new token attends to all cached tokens of the row.
 
     torch's CPU kernel starts a matrix product for every head of every row. With a single query per
     row, starting a matrix product costs more than computing it. `attend` instead computes two

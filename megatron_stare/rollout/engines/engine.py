@@ -261,8 +261,8 @@ class ServedEngine(Engine):
         """Returns the target to which the trainer's ranks can send the weights of the open update
         directly. After the ranks have sent the weights, the caller ends the session with
         `end_sent_update`. The caller must not call `update_weights` in this session. Returns None
-        if the engine has no such target, so that the caller must pass the weights to
-        `update_weights`.
+        if the engine cannot receive weights directly from the trainer's ranks. In this case, the
+        caller must pass the weights to `update_weights`.
 
         Raises:
             EngineStateError: no session is open.

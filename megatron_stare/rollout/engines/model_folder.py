@@ -85,7 +85,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
     """Raises DataError if the tokenizer has token ids for which the model has no embedding row.
-    Looking up a token id without an embedding row would crash the run."""
+    The run would crash when the model looks up an embedding row that does not exist."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(

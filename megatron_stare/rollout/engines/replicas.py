@@ -33,9 +33,9 @@ class ServedMemory:
     `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: number of bytes outside the cache that `setting` also limits. If `setting` is
-        sglang.memory_fraction, these bytes are the weights, and `setting` limits the sum of the
-        weights and the cache. If `setting` is sglang.cache_tokens, `before` is 0.
+    `before`: size of the weights in bytes if `setting` is sglang.memory_fraction. The setting
+        sglang.memory_fraction limits the sum of the weights and the cache. If `setting` is
+        sglang.cache_tokens, `before` is 0, because sglang.cache_tokens limits only the cache.
     `digits`: number of decimal places of the setting's value.
     """
 

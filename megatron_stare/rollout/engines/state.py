@@ -49,7 +49,8 @@ class EngineStateError(RuntimeError):
 
 
 def advance(state: EngineState, to: EngineState) -> EngineState:
-    """Returns `to` if the transition from `state` to `to` is legal.
+    """Checks the transition from the old state (`state`) to the new state (`to`). Returns the new
+    state if the transition is legal.
 
     Raises:
         EngineStateError: the transition is not legal.
@@ -109,8 +110,8 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
 
 
 def resume(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """Removes `parts` from the set of released memory parts (see MEMORY). Returns the parts that
-    are still released.
+    """Removes `parts` from the set of released memory parts (see MEMORY). Returns the memory parts
+    that are still not allocated.
 
     Raises:
         EngineStateError: one of `parts` was not released, or the cache would be resumed before the

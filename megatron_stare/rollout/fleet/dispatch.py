@@ -63,7 +63,8 @@ class _Replica:
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
         """Removes and returns the requests that the next call to the replica will send. Takes the
-        assigned requests in order, as long as their sampling parameters are equal."""
+        assigned requests in order. Stops before the first request whose sampling parameters differ
+        from the sampling parameters of the taken requests."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -100,8 +101,8 @@ class RequestsPage:
 
     The status page is written about once a second while requests are in flight. If writing the
     status page once a second takes more than 1 % of the event loop's time, the status page is
-    written less often. After a change of the requests in flight, the status page is written within
-    `wait_s()` seconds. If no process reads the status page, nothing is written.
+    written less often. When a request is sent or ends, the status page is written within `wait_s()`
+    seconds. If no process reads the status page, nothing is written.
     """
 
     def __init__(self) -> None:
@@ -203,7 +204,8 @@ class Dispatch:
 
     def open(self, params: SamplingParams, trajectories: int) -> _Queue:
         """Opens a queue for requests. `trajectories` is the number of trajectories that will send
-        requests to the queue. The caller must call `left` for each trajectory that finishes."""
+        requests to the queue. When a trajectory finishes, the caller must call the method
+        `Dispatch.left`."""
         queue = _Queue(params, trajectories)
         self._queues.append(queue)
         return queue

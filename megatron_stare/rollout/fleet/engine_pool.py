@@ -126,10 +126,10 @@ class EnginePool:
 
     @contextlib.asynccontextmanager
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
-        """Opens a `Serving` object for concurrent trajectories. `trajectories` is the number of
-        these trajectories. Several `Serving` objects may be open in one event loop. Requests of a
-        `Serving` object are assigned to replicas before requests of `Serving` objects that were
-        opened later.
+        """Opens a `Serving` object for concurrent trajectories. The argument `trajectories` is the
+        number of trajectories that will send requests through this `Serving` object. Several
+        `Serving` objects may be open in one event loop. Requests of a `Serving` object are assigned
+        to replicas before requests of `Serving` objects that were opened later.
 
         Requests that are still in flight when the `Serving` object closes belong to cancelled
         trajectories and are discarded. If a call to a replica raises an error, `Serving.finished`
@@ -165,10 +165,9 @@ class EnginePool:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Context manager. Inside the `with` block, the pool requests no tokens from the replicas.
-        Before the `with` block begins, waits until the calls in progress have ended. If the event
-        loop of another thread has an open `Serving` object, the `Serving` object sends no requests
-        to the replicas until the `with` block ends. Each replica keeps the requests that it has
-        already received.
+        Before the `with` block begins, waits until the calls in progress have ended. Until the
+        caller's `with` block ends, a `Serving` object in the event loop of another thread sends no
+        requests to the replicas. Each replica keeps the requests that it has already received.
 
         Raises:
             RuntimeError: the caller runs in the event loop of the open `Serving` object. The wait

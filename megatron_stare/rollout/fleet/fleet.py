@@ -82,11 +82,12 @@ class Fleet:
         states: Collection[Health] = SYNCED,
         beside: Sequence[Handle] = (),
     ) -> dict[int, Any]:
-        """Calls `method` of every replica whose state is in `states`. If `among` is given, calls
-        only the replicas that are also in `among`. Waits for all calls. Returns the results by
-        replica. A replica that is lost during its call is left out of the results.
+        """Calls `method` of every replica whose state is in `states`. Waits for all calls. Returns
+        the results by replica. A replica that is lost during its call is left out of the results.
 
         Args:
+            among: numbers of replicas. A replica with another number is not called. None means that
+                replicas with all numbers may be called.
             beside: calls of other workers. The calls of the replicas depend on the calls in
                 `beside`. An error of a call in `beside` is raised at once.
 
@@ -128,8 +129,12 @@ class Fleet:
             errors.append(error)
 
     def find_lost(self, among: Collection[int]) -> bool:
-        """Checks whether the replicas in `among` are alive. Returns True if this check found at
-        least one lost replica."""
+        """Checks whether the given replicas are alive. Returns True if this check found at least
+        one lost replica.
+
+        Args:
+            among: numbers of the replicas to check.
+        """
         before = self.losses
         with contextlib.suppress(UserError):  # only losses matter here
             self.call("check", among=among)
@@ -146,8 +151,9 @@ class Fleet:
             self._begin_due()
 
     def look(self) -> None:
-        """Records which restarting replicas have come up, or failed to come up, since the previous
-        call. Restarts every lost replica for which a restart is allowed now (FleetHealth.due)."""
+        """Updates the state of every replica whose restart has succeeded or failed since the
+        previous call. Restarts every lost replica for which a restart is allowed now
+        (FleetHealth.due)."""
         with self._lock:
             for replica in [replica for replica, coming in self._coming.items() if coming.done()]:
                 coming = self._coming.pop(replica)
@@ -204,8 +210,8 @@ class Fleet:
 
     def _bring_back(self, replica: int, future: Future[ModelInfo]) -> None:
         """Ends the worker of a lost replica, then brings up a new replica in the same place. If the
-        run did not start the replica's server, waits until the server is up. `close` ends this
-        wait."""
+        replica uses an external server (`sglang.urls`), retries until the external server is up.
+        `close` ends these retries."""
         pause_s = max(self._back_off_s, PATIENCE_S)
         try:
             self.workers.replace(replica)

@@ -63,9 +63,9 @@ class RestartRule:
         restart within `window_s` seconds.
     `losses`: number of consecutive lost requests after which a replica itself counts as lost. If a
         run has only one serving replica, this replica never counts as lost for this reason.
-    `held`: True if restarts wait for permission (Fleet.allow_restarts). A server chooses the size
-        of its cache from the memory that is free when the server starts. A server must therefore
-        not start while the trainer occupies the device.
+    `held`: True if the fleet restarts a lost replica only with permission (Fleet.allow_restarts). A
+        server chooses the size of its cache from the memory that is free when the server starts. A
+        server must therefore not start while the trainer occupies the device.
     """
 
     most: int | None = 3
@@ -175,8 +175,9 @@ class FleetHealth:
         standing.proof = True
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
-        """Records that the replica received all weights of a version. The weights must be verified
-        if the replica has just come up, or if its previous weight update failed."""
+        """Updates the replica's state after the replica has received all weights of a version. The
+        weights must be verified if the replica has just come up, or if its previous weight update
+        failed."""
         standing = self._standings[replica]
         if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
@@ -259,7 +260,8 @@ class FleetHealth:
         return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row
 
     def released(self, replica: int) -> None:
-        """Records that the replica released the memory of its weights."""
+        """Sets the replica's state to RELEASED after the replica has released the memory of its
+        weights."""
         self._move(replica, Health.RELEASED)
 
     def resumed(self, replica: int) -> None:
@@ -316,8 +318,12 @@ class FleetHealth:
         return [when for when in standing.begun if now - when < self._rule.window_s]
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
-        """Changes the replica's state. If `only` is given, the replica's current state must be
-        `only`."""
+        """Changes the replica's state. Raises HealthError if the change is not allowed.
+
+        Args:
+            only: state that the replica must have before the change. None allows every state from
+                which the change is legal.
+        """
         standing = self._standings[replica]
         if to not in _NEXT[standing.state] or only not in (None, standing.state):
             raise HealthError(f"engine {replica} cannot go from {standing.state.name} to {to.name}")

@@ -62,8 +62,9 @@ class Retries:
         """Returns the replica that should receive the request, or None if no suitable replica has
         room. Leaves out replicas that already lost this request, if another replica is suitable.
         Prefers a suspected replica that has room, because a suspected replica might otherwise never
-        receive a request again. If none of the suspected replicas has room, chooses the replica
-        with the most room among the other replicas.
+        receive a request again. A suspected replica has lost a request and has not answered any
+        request since the loss. If no suspected replica has room, chooses the replica that can take
+        the most further requests.
 
         Args:
             rooms: number of requests that each replica can still take; None if the replica does not
@@ -108,8 +109,8 @@ class Retries:
         return when
 
     def answered(self, rid: str, replica: int) -> None:
-        """Records that the replica answered the request. Raises DataError if the request is not in
-        flight at the replica."""
+        """Removes an answered request from the requests in flight, and forgets the failed attempts
+        of the request. Raises DataError if the request is not in flight at the replica."""
         self.take(rid, replica)
         self._lost.pop(rid, None)
 

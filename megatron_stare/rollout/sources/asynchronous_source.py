@@ -1,10 +1,10 @@
 """Samples batches ahead of training, from weights that may be a few versions old.
 
-Step s trains the weights of version s - 1. With a staleness bound of k, step s begins when version
-s - 1 - k is published. When a step begins, the source draws the step's prompts and starts to
-sample. The weights that sample a token of step s are therefore at most k versions old. With a
-staleness bound of 0, no batch is sampled ahead of training. Batches take prompts in stream order,
-so a long response delays only its own step.
+Training step s updates the weights from version s - 1 to version s. With a staleness bound of k,
+step s begins when version s - 1 - k is published. When a step begins, the source draws the step's
+prompts and starts to sample. The weights that sample a token of step s are therefore at most k
+versions old. With a staleness bound of 0, no batch is sampled ahead of training. Batches take
+prompts in stream order, so a long response delays only its own step.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class AsynchronousSource(RolloutSource):
     def state(self) -> PromptState:
         """Returns the state of the prompt stream from which a resumed run must continue. A step is
         pending if the sampling of the step has begun and the method `next` has not returned the
-        step's batch yet. The returned state is the state of the prompt stream before the first
-        pending step took prompts. If no step is pending, the current state of the prompt stream is
-        returned. If a run resumes from the returned state, the responses of all pending steps are
-        sampled again."""
+        step's batch yet. If steps are pending, returns the state that the prompt stream had before
+        any pending step took its prompts. If no step is pending, returns the current state of the
+        prompt stream. If a run resumes from the returned state, the responses of all pending steps
+        are sampled again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager

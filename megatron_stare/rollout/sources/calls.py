@@ -6,8 +6,8 @@ response. An environment that runs again receives the earlier answers of its too
 journal. The journal therefore ensures that no tool call takes effect twice and that no tool's
 answer changes. The journal has one file per step. The calls of a response are recorded in the file
 of the step in which the response began. An environment continues only after its new line in the
-journal is on disk. When old checkpoints are removed, the journal files that no remaining checkpoint
-needs are removed too (driver/checkpoints.py).
+journal is on disk. After driver/checkpoints.py has removed old checkpoints, driver/checkpoints.py
+also removes every journal file that the remaining checkpoints do not need.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CALLS = "calls"  # folder of the journal in the run directory
 
 
 def forget_calls(folder: Path, before: int) -> None:
-    """Removes the journal files of all steps before step `before`. A file that cannot be removed
-    stays, and no error is raised."""
+    """Removes the journal file of every step whose number is less than the argument `before`. A
+    file that cannot be removed stays, and no error is raised."""
     for file in folder.glob("step_*.jsonl"):
         number = file.stem.removeprefix("step_")
         if number.isdigit() and int(number) < before:

@@ -53,7 +53,8 @@ METRICS = (
 
 
 class PartialGroups(Groups):
-    """Selects the first complete groups, in prompt order.
+    """Selects complete groups for each step. If more groups are complete than a step needs, selects
+    the groups whose prompts come first in the prompt stream.
 
     Between steps, this object keeps every prompt that was taken from the stream but not trained on.
     Each prompt of the stream is therefore used exactly once. A complete group waits only for older

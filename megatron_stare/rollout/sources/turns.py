@@ -130,8 +130,8 @@ class Turns:
     def _add(
         self, answer: Answer, result: GenerateResult, asked: int, limit: int, stops: tuple[str, ...]
     ) -> None:
-        """Appends an engine's tokens to the answer. If the answer is complete with these tokens,
-        sets the finish reason and the text of the answer."""
+        """Appends an engine's tokens to the answer. If these tokens finish the answer, sets the
+        finish reason and the text of the answer."""
         first, reason = not len(answer), result.finish_reason
         answer.add(result)
         paused = reason == "stop" and int(result.output_ids[-1]) not in self._params.stop_token_ids
@@ -251,9 +251,8 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids, in ascending order, of the tokens that may complete one of the stop strings.
     A token may complete a stop string if the token's text starts with a suffix of the stop string,
-    or contains the whole stop string. The bytes of a token may begin or end in the middle of a
-    character. Such a token is returned if the token's text contains the last character of a stop
-    string."""
+    or contains the whole stop string. A token whose bytes begin or end in the middle of a character
+    is returned if the token's text contains the last character of a stop string."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:
@@ -271,8 +270,9 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
-    """Returns the id and the text of every token with a nonempty text. Each token is decoded after
-    the same fixed token, because some tokens lose their leading space if they are decoded alone."""
+    """Returns the id and the text of every token with a nonempty text. Each token is decoded as the
+    second token of a pair, because some tokens lose their leading space if they are decoded alone.
+    All pairs have the same first token. The text of the first token is cut off after decoding."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))

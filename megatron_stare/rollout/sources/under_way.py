@@ -29,14 +29,15 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 class ResponseCut(BaseException):
     """Exception that ends the environment of a response when the response has reached the token
-    limit of the current round. The response is cut and continues later. Like CancelledError,
+    limit of the current round. A later round continues the response. Like CancelledError,
     ResponseCut does not derive from Exception. An environment that catches Exception therefore does
     not catch ResponseCut."""
 
 
 class ResponseGivenUp(BaseException):
-    """Exception that ends an environment whose response cannot be continued, because the outcome of
-    one of its tool calls is unknown."""
+    """Exception that ends the environment of a response if the response cannot continue. The
+    environment would have to repeat an earlier tool call, but the outcome of the earlier call is
+    unknown and the tool call is not idempotent."""
 
 
 _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
@@ -44,8 +45,8 @@ _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
 
 @dataclass
 class Answer:
-    """The policy's answer to one call that an environment made to `generate`. An answer may consist
-    of several parts, which engines sample one after the other."""
+    """The policy's answer to one `generate` call of an environment. An answer may consist of
+    several parts, which engines sample one after the other."""
 
     tokens: Tensor = _NO_TOKENS  # [n] int32
     log_probs: Tensor = _NO_LOG_PROBS  # [n] float32, nats
@@ -203,9 +204,9 @@ class UnderWay:
 
 
 def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
-    """Concatenates two lists of pairs (weight version, number of tokens). If the last pair of
-    `first` and the first pair of `then` have the same version, merges these two pairs into one
-    pair."""
+    """Concatenates two lists of pairs (weight version, number of tokens). If the last pair of the
+    first list and the first pair of the second list have the same version, merges these two pairs
+    into one pair."""
     if first and then and first[-1][0] == then[0][0]:
         return (*first[:-1], (then[0][0], first[-1][1] + then[0][1]), *then[1:])
     return (*first, *then)

@@ -50,8 +50,11 @@ class Block:
         return (self.stop - self.start) * math.prod(self.size[1:])
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which a checkpoint stores the block's tensor. The argument `model`
-        is the dtype of the model's weights."""
+        """Returns the dtype in which a checkpoint stores the block's tensor.
+
+        Args:
+            model: dtype of the model's weights.
+        """
         return torch.float32 if self.rule.float32 else model
 
 
@@ -95,7 +98,8 @@ def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """Converts a block's Hugging Face rows, given in order, to the block's Megatron rows."""
+    """Converts a block's Hugging Face rows to the block's Megatron rows. The tensors in `parts`
+    must have the same order as the ranges of rows in `block.hf`."""
     return (
         layouts.shard(block.rule, parts, _of(block, shape), 0, 1)
         if block.rule.layout == "qkv"
@@ -175,9 +179,10 @@ def written_places(megatron: str, shape: ModelShape) -> list[Place]:
     """Returns the places of a parameter in a converted checkpoint. If the layers of the model
     differ, each layer is stored under a name of its own, as in Megatron.
 
-    The norm before experts, and the norms of latent attention, have one name in Megatron's local
-    layers and another name in Transformer Engine's layers. A norm with two names is written under
-    both names, so that both kinds of layers load the norm.
+    A norm before experts has two names: one in Megatron's local layers, and the other in
+    Transformer Engine's layers. In models with latent attention, every norm of a layer has two
+    names. A norm with two names is written under both names, so that both kinds of layers load the
+    norm.
     """
     found = places(megatron)
     if shape.dense_layers:

@@ -323,8 +323,12 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
 
 def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
     """Tells whether two tensors are bitwise equal after conversion to the narrower of the two
-    dtypes. If the two dtypes differ but are equally wide, the tensors are compared in the dtype
-    `converted`."""
+    dtypes.
+
+    Args:
+        converted: dtype in which the tensors are compared if their two dtypes differ but are
+            equally wide.
+    """
     if a.dtype != b.dtype:
         narrow = min(a.dtype, b.dtype, key=lambda dtype: (dtype.itemsize, dtype != converted))
         a, b = a.to(narrow), b.to(narrow)

@@ -225,8 +225,8 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype]) -> tuple[torch.dtype, dict[str, torch.dtype]]:
-    """Returns the most frequent dtype of a model's tensors, and a dict. The dict maps tensor names
-    to dtypes, and contains every tensor that does not have the most frequent dtype."""
+    """Returns the most frequent dtype of a model's tensors. Also returns a dict that maps tensor
+    names to dtypes. The dict contains every tensor that does not have the most frequent dtype."""
     main = Counter(dtypes.values()).most_common(1)[0][0]
     return main, {name: dtype for name, dtype in dtypes.items() if dtype != main}
 

@@ -27,8 +27,8 @@ def run_parts(
     where: str = "convert",
 ) -> list[Result]:
     """Calls function(part, advance) for every part and returns the results in the order of the
-    parts. If there are several parts, each part runs in its own process. A single part runs in the
-    caller's process.
+    parts. If there are several parts, each part runs in its own process. If there is only one part,
+    the part runs in the caller's process.
 
     Args:
         function: function that can be imported by name. The function must call its argument

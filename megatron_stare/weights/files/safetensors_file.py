@@ -30,7 +30,8 @@ _LONGEST_HEADER = 100_000_000  # bytes, the library's limit
 class Buffer:
     """Memory from which callers take parts. After `clear`, callers can take the same memory again.
 
-    Reuse saves page faults, because newly allocated memory costs a page fault every 4 KB.
+    A Buffer avoids page faults. Newly allocated memory causes a page fault every 4 KB, but memory
+    that is used again causes none.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class Buffer:
         return self._memory[start : start + nbytes]
 
     def clear(self) -> None:
-        """Makes all memory of the buffer available to `take` again."""
+        """Makes all memory of the buffer available to later calls of `take`."""
         if self._wanted > len(self._memory):
             self._memory = torch.empty(self._wanted, dtype=torch.uint8)
         self._used = self._wanted = 0

@@ -239,8 +239,13 @@ class TorchDist:
     def _find(
         self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int
     ) -> tuple[int, Tensor]:
-        """Returns the position in the chunk's file at which rows [start, stop) of the matrix at
-        `index` begin. Also returns the rows as a meta tensor, which has a shape but no data."""
+        """Finds rows [start, stop) of one matrix of a chunk. Returns the position of the rows'
+        first byte in the chunk's file. Also returns the rows as a meta tensor, which has a shape
+        but no data.
+
+        Args:
+            index: indices that select the matrix in the chunk.
+        """
         like, first = self._skeleton(chunk)
         part = like[index][start:stop]
         if not part.is_contiguous():  # neither Megatron nor torch writes such tensors

@@ -27,8 +27,12 @@ SENDER = 0  # rank of the group that gathers every bucket
 
 @dataclass(frozen=True)
 class Shard:
-    """A Megatron tensor of this rank. The whole tensor is split into `parts` parts over the
-    tensor-parallel ranks, and this rank holds the part with index `part`."""
+    """A Megatron tensor of this rank. If the whole tensor is split over the tensor-parallel ranks,
+    this rank holds one part of the whole tensor.
+
+    `part`: index of this rank's part.
+    `parts`: number of parts of the whole tensor; 1 if the whole tensor is not split.
+    """
 
     name: str  # with the whole model's layer and expert numbers
     tensor: Tensor
@@ -90,8 +94,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A Hugging Face tensor and its pieces. The pieces are in order along dimension `cut`. The
-    pieces of a fused tensor are grouped by `Piece.number`."""
+    """A Hugging Face tensor and its pieces.
+
+    `cut`: index of the dimension along which the tensor is cut into pieces.
+    `pieces`: the pieces, ordered by their positions along this dimension. The pieces of a fused
+        tensor are grouped by `Piece.number`.
+    """
 
     name: str
     dtype: torch.dtype
@@ -189,8 +197,8 @@ class Held:
 
 
 def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[Held]:
-    """Returns the pieces of Hugging Face tensors that a rank holds, including replicas of other
-    ranks' pieces."""
+    """Splits a rank's shards into pieces of Hugging Face tensors. Returns all these pieces, even
+    pieces that other ranks hold too."""
     held = []
     for shard in shards:
         rule = rule_for(shard.name, shape)

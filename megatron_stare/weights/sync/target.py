@@ -108,8 +108,8 @@ class SyncTarget(Protocol):
         """Makes a Sender to a single engine; see `sender`."""
 
     def joined(self, targets: Sequence[Any]) -> SyncTarget:
-        """Makes a target for the engines of all `targets`. The target on which `joined` is called
-        must be one of `targets`."""
+        """Combines several targets into one target. The combined target contains the engines of all
+        given targets. The target on which `joined` is called must be one of `targets`."""
 
     def sender(self, rank: int) -> Sender:
         """Makes the Sender with which one trainer rank sends its weights."""

@@ -62,9 +62,10 @@ class BroadcastSync(WeightSync):
             await self._join(layouts)
 
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
-        """Makes the group. The call that joins the group blocks until all members have joined the
-        group. This process therefore makes the call in a separate thread. At the same time, this
-        process asks the servers to join the group."""
+        """Creates the process group. A process joins the process group with a blocking call, which
+        returns only after all members have joined. This process therefore makes the blocking call
+        in a separate thread. At the same time, this process asks the servers to join the process
+        group."""
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()
@@ -162,9 +163,8 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns, for each server, the rank that the server's rank 0 has in the process group. In the
-    process group, the ranks of one server are consecutive. The last entry of the list is the size
-    of the process group."""
+    """Returns one offset for each server. Rank r of a server becomes rank offset + r of the process
+    group. The last entry of the list is the size of the process group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 

@@ -60,9 +60,10 @@ class SGLangClient:
     """HTTP client of one server.
 
     Every method of the client sends a request to the server and waits for the server's answer. The
-    method stops waiting for the answer if the connection to the server breaks, or when `timeout_s`
-    seconds have passed (`generate_as`: `response_s` seconds). If the connection breaks, most
-    methods immediately send the request again, at most REPEATED times.
+    method stops waiting if the connection to the server breaks or if the time limit is over. The
+    time limit is `response_s` seconds for the method `generate_as`, and `timeout_s` seconds for all
+    other methods. If the connection breaks, most methods immediately send the request again, at
+    most REPEATED times.
 
     Args:
         url: URL of the server, without a path.
@@ -274,8 +275,8 @@ class SGLangClient:
     async def checksums(self) -> list[dict[str, str]]:
         """Returns one dict of SGLang's parameter checksums for each tensor-parallel rank, including
         the ranks on other nodes. The keys are SGLang's parameter names. With attention data
-        parallelism, every group of ranks reports the checksums of all ranks. Raises SGLangError if
-        two reports of one rank's checksums differ."""
+        parallelism, every data-parallel group of the server reports the checksums of all the
+        server's ranks. Raises SGLangError if two reports of one rank's checksums differ."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
         ranks: dict[int, dict[str, str]] = {}
         for each in answer["ranks"]:
@@ -305,10 +306,11 @@ def _tags(parts: Collection[str]) -> list[str]:
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
     """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
-    for every token. A parsed answer contains no reference cycles, so the garbage collector cannot
-    free anything in the answer. An enabled garbage collector wastes time in two ways. For every
-    answer, the garbage collector traverses the answer's lists. Once in every few answers, the
-    garbage collector traverses all objects of the process."""
+    for every token. Python's garbage collector frees only objects in reference cycles. A parsed
+    answer contains no reference cycles, so the garbage collector finds nothing to free in the
+    answer. An enabled garbage collector wastes time in two ways. For every answer, the garbage
+    collector traverses the answer's lists. Once in every few answers, the garbage collector
+    traverses all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -41,11 +41,11 @@ def register_hooks() -> None:
     """Uses SGLang's hook registry to replace the SGLang functions that do not suit this project's
     CPU servers.
 
-    SGLang honours seeds only in deterministic inference, and deterministic inference requires a GPU
-    or a kernel package. The functions that deterministic inference calls are therefore replaced.
-    SGLang's processes also report their load in a file in /dev/shm, and a killed server would leave
-    this file behind. The hooks therefore place the file in the server's own folder, which is
-    removed with the server.
+    SGLang honours seeds only in deterministic inference. In deterministic inference, SGLang calls
+    functions that need a GPU or a kernel package. The hooks replace the functions that need a GPU
+    or a kernel package. SGLang's processes also report their load in a file in /dev/shm, and a
+    killed server would leave this file behind. The hooks therefore place the file in the server's
+    own folder, which is removed with the server.
     """
     if torch.cuda.is_available():
         return
@@ -92,9 +92,10 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors with the code that SGLang uses if its CPU engine is enabled. The environment
-    variable SGLANG_USE_CPU_ENGINE enables the CPU engine. This project's CPU servers do not enable
-    the CPU engine. Without this replacement, SGLang would therefore call a CUDA operator."""
+    """Gathers tensors with SGLang's method `_all_gather_into_tensor`. SGLang would call the same
+    method if SGLang's CPU engine were enabled. The environment variable SGLANG_USE_CPU_ENGINE
+    enables the CPU engine. This project's CPU servers do not enable the CPU engine. Without this
+    replacement, SGLang would therefore call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 

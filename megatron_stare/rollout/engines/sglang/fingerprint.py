@@ -26,10 +26,10 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 @dataclass
 class Stack:
-    """Unfinished hash of one parameter on one rank. The parts of the parameter are added one by
-    one. The experts of a layer may come from several senders, and each sender hashes its own
-    experts. On servers with GPUs the hash is a sum over positions, so the hashes of several senders
-    can be merged."""
+    """Unfinished hash of one parameter on one rank. The method `take` adds one part of the
+    parameter to the hash. The experts of a layer may come from several senders, and each sender
+    hashes its own experts. On servers with GPUs the hash is a sum over positions, so the hashes of
+    several senders can be merged."""
 
     count: int | None
     digest: Digest
@@ -109,7 +109,7 @@ class Fingerprint:
 
     def checksums(self) -> list[dict[str, str]]:
         """Returns one dict per rank, which maps SGLang's parameter names to the checksums that the
-        rank must report. Leaves out every parameter of which a part was not sent. Call this method
+        rank must report. Leaves out every parameter that was not sent completely. Call this method
         only once, after all tensors were added."""
         return checksums_of(self._ranks)
 
@@ -129,7 +129,7 @@ class Fingerprint:
 
 def checksums_of(ranks: Sequence[Mapping[str, str | Stack]]) -> list[dict[str, str]]:
     """Returns one dict per rank, which maps parameter names to checksums. Leaves out every
-    parameter of which a part was not sent."""
+    parameter that was not sent completely."""
     return [
         {
             n: s if isinstance(s, str) else s.digest.hexdigest()
@@ -145,8 +145,8 @@ def _lacks(stack: str | Stack) -> bool:
 
 
 def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
-    """Compares the checksums that a server's ranks report with the checksums of the sent weights.
-    Returns one line per difference."""
+    """Compares two lists of checksums: the checksums of the sent weights, and the checksums that a
+    server's ranks report. Returns one line per difference."""
     if len(sent) != len(held):
         return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
     return [

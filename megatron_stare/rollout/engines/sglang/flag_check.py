@@ -1,7 +1,8 @@
 """Checks that SGLang's own parser accepts the flags that the user adds (sglang.flags). Also checks
 that the user's flags do not change arguments that this project sets itself.
 
-`refused_flag` runs this module in a new process with SGLang's environment:
+The function `refused_flag` starts a process in SGLang's Python environment. The process runs this
+module with the command in the next line.
 
     python -m megatron_stare.rollout.engines.sglang.flag_check '{"own": [...], "flags": [...]}'
 """

@@ -148,9 +148,9 @@ def sampling_fields(
     """Returns a value for every sampling field that affects a response. The server therefore never
     uses a default value of its SGLang release or of the model folder.
 
-    The distribution is truncated only in evaluation, and only by top-p. In training, truncation
-    would make the engine's distribution differ from the trainer's distribution. Top-k is set only
-    for greedy decoding. Min-p, penalties, bias and grammars are never used.
+    The distribution is truncated only in evaluation, and only by top-p. In training, a truncated
+    sampling distribution would differ from the trainer's distribution. Top-k is set only for greedy
+    decoding. Min-p, penalties, bias and grammars are never used.
 
     Args:
         stop_token_ids: stop tokens in addition to the stop tokens of `params`.
@@ -221,8 +221,8 @@ def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
 def read_prompt_log_probs(
     answer: Mapping[str, Any], tokens: Sequence[int], where: str
 ) -> list[float]:
-    """Parses the answer to a request with a body from `prompt_body`. Returns the log-prob, in nats,
-    of every token except the first."""
+    """Parses a server's answer to POST /generate. The request's body must come from `prompt_body`.
+    Returns the log-prob, in nats, of every token except the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
     # for the vocabulary's last id the server returns the right log-prob, but the id 0
@@ -309,9 +309,12 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
 def _column(
     values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
 ) -> Tensor:
-    """Converts the n `values` to a tensor [n]. If the optional function `of` is given, `of` is
-    applied to each value before the conversion. Uses numpy, because numpy converts Python numbers
-    ten times faster than torch."""
+    """Converts the n `values` to a tensor [n]. Uses numpy, because numpy converts Python numbers
+    ten times faster than torch.
+
+    Args:
+        of: function that is applied to each value before the conversion; None: no function.
+    """
     return torch.from_numpy(
         np.fromiter(values if of is None else map(of, values), dtype, len(values))
     )

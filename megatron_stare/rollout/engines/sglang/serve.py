@@ -31,8 +31,8 @@ SCRATCH_VARIABLE = "TMPDIR"  # the server's own folder, removed with it
 
 
 def _let_torchvision_import() -> None:
-    """Defines the operators that `import torchvision` needs, unless torchvision's own library
-    loads.
+    """Defines the operators that `import torchvision` needs. Does nothing if torchvision's own
+    library loads, because the library itself defines these operators.
 
     The library in torchvision's CPU wheel can require CUDA libraries, and does not load if the CUDA
     libraries are missing. If torchvision's library loads, its static initialiser defines the

@@ -58,19 +58,20 @@ class Sha256Digest:
 
 
 class TiledDigest:
-    """Computes the same hash as SGLang's GPU kernel, on the device of the added tensors.
+    """Computes the same hash as SGLang's GPU kernel. The computation runs on the device of the
+    tensors that are hashed.
 
     Adding bytes does not synchronize with the device. Only `hexdigest` and pickling synchronize.
 
     The bytes are padded with zeros to n words of 32 bits. The operator ^ is XOR, and rotl(i, r)
     rotates the 32-bit number i to the left by r bits. The function fmix is the finalizer of
-    MurmurHash3 (Appleby, 2011). The hash uses two triples (A, s, r) of constants. For each triple,
-    word w at position i is mixed to fmix(w ^ (i A + s) ^ rotl(i, r)). A tile consists of 8192
-    consecutive words. S1 is the sum, mod 2^32, of a tile's mixed words for the first triple. S2 is
-    the same sum for the second triple. A tile's value has 64 bits. The upper 32 bits of the tile's
-    value are fmix(S1 ^ 4n), and the lower 32 bits are fmix(S2 ^ 4n). The hash is the finalizer of
-    splitmix64 (Steele, Lea and Flood, 2014) applied to the sum of all tiles' values mod 2^64. The
-    hash of an empty input is 0.
+    MurmurHash3 (Appleby, 2011). The hash uses two triples of constants. For each triple of
+    constants (A, s, r), the 32-bit word w at position i becomes the mixed word fmix(w ^ (i * A + s)
+    ^ rotl(i, r)). A tile consists of 8192 consecutive words. S1 is the sum, mod 2^32, of a tile's
+    mixed words for the first triple. S2 is the same sum for the second triple. A tile's value has
+    64 bits. The upper 32 bits of the tile's value are fmix(S1 ^ 4n), and the lower 32 bits are
+    fmix(S2 ^ 4n). The hash is the finalizer of splitmix64 (Steele, Lea and Flood, 2014) applied to
+    the sum of all tiles' values mod 2^64. The hash of an empty input is 0.
     """
 
     def __init__(self) -> None:
@@ -170,7 +171,7 @@ def _bytes(part: Tensor) -> Tensor:
 
 def _summed(words: Tensor, first: int) -> Tensor:
     """Mixes the words [tiles, words] int32 with their positions, and returns each tile's two sums,
-    [tiles, 2] int64. The first word has the position `first`."""
+    [tiles, 2] int64. Word number k, counted from 0, has the position `first` + k."""
     # int32 sums and products wrap around like the kernel's unsigned words
     at = (
         torch.arange(words.numel(), dtype=torch.int32, device=words.device)
@@ -195,8 +196,8 @@ def _fmix(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shifts words to the right and fills the free bits with zeros. torch's right shift of int32
-    would fill the free bits with the sign bit."""
+    """Shifts words to the right and fills the free bits with zeros. The operator >> would fill the
+    free bits of an int32 tensor with the sign bit."""
     return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 

@@ -199,9 +199,9 @@ def _until_gone(group: int) -> None:
 
 
 def _has_files(process: psutil.Process, group: int) -> bool:
-    """Returns True if the process belongs to the process group and one of its threads is alive. A
-    process is a zombie as soon as its main thread has ended, even if other threads of the process
-    have not ended yet."""
+    """Returns True if the process belongs to the process group and at least one thread of the
+    process is alive. A process is a zombie as soon as its main thread has ended, even if other
+    threads of the process have not ended yet."""
     with contextlib.suppress(psutil.Error, ProcessLookupError):
         return os.getpgid(process.pid) == group and (
             process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1

@@ -270,7 +270,7 @@ def _check_host(asked: SGLangConfig) -> None:
 
 def _check_nodes(config: Config, options: ServerOptions) -> None:
     """Raises ConfigError if a server's ranks cannot be divided evenly over the server's nodes. Also
-    raises ConfigError if the sync method could not send weights to ranks on several nodes."""
+    raises ConfigError if a GPU server has ranks on several nodes and `sglang.sync` is "tensor"."""
     asked = config.sglang
     if options.tensor % options.nodes:
         raise ConfigError(

@@ -84,7 +84,7 @@ FORCING = 1e4  # logit bias under which no other token is sampled
 
 
 class CacheRoom:
-    """Limits the number of concurrent requests at a server. The limit is the smaller of `most` and
+    """Limits the number of concurrent requests at a server. The limit is min(`most`, n), where n is
     the number of average-length requests that the server's cache can hold. When a request at the
     server ends, the next waiting request is sent to the server.
 
@@ -93,7 +93,8 @@ class CacheRoom:
     (faults.requests.request_s).
 
     Args:
-        cache_tokens: capacity of the server's cache.
+        cache_tokens: capacity of the server's cache, in tokens.
+        most: maximum of the limit.
         expected: expected number of tokens of a request, prompt and response together. The average
             length counts this number as EXPECTED observed requests.
     """

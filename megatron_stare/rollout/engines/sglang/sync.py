@@ -239,8 +239,8 @@ def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
 
 
 async def open_sessions(clients: Sequence[SGLangClient]) -> None:
-    """Opens a weight-update session on every server. If a failed update left a session open, closes
-    that session and opens a new session."""
+    """Opens a weight-update session on every server. If a server still has an open session from a
+    failed update, this function closes the old session and opens a new session."""
 
     async def open_one(client: SGLangClient) -> None:
         try:

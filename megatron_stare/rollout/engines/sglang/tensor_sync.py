@@ -23,10 +23,10 @@ from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 
 
 class TensorSync(WeightSync):
-    """Sends each bucket as pickled tensors in the body of an HTTP request. Tensors on a GPU that
-    trainer and server share are sent as CUDA IPC handles. CPU tensors in shared memory are sent as
-    file names. All other tensors are sent as bytes. Sending bytes is meant for correctness tests,
-    because base64 and JSON limit the speed to about 0.05 GB/s on one core.
+    """Sends each bucket as pickled tensors in the body of an HTTP request. If trainer and server
+    share a GPU, the tensors on this GPU are sent as CUDA IPC handles. CPU tensors in shared memory
+    are sent as file names. All other tensors are sent as bytes. Sending bytes is meant for
+    correctness tests, because base64 and JSON limit the speed to about 0.05 GB/s on one core.
 
     Args:
         places: places of the servers, in the order of the clients; None: the places are unknown, so
@@ -133,8 +133,9 @@ class _HandlePickler(ForkingPickler):
 
 
 class _SharedPickler(ForkingPickler):
-    """Shares a CPU tensor by the name of the shared-memory file that contains the tensor. Only
-    servers with this project's plug-ins can open the shared-memory file."""
+    """Pickles a CPU tensor in shared memory. The pickle contains the name of the shared-memory file
+    instead of the tensor's bytes. Only servers with this project's plug-ins can open the
+    shared-memory file."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.UntypedStorage) and (name := shared_name(thing)) is not None:

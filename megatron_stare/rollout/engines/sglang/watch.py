@@ -23,7 +23,8 @@ ATTEMPTS, PAUSE_S = 2, 0.2
 class ServerGoneError(EngineLostError, SGLangError):
     """A server is lost.
 
-    `late`: True if the server may still run but did not answer within the time limit.
+    `late`: True if the server did not answer within the time limit. In this case, it is unknown
+        whether the server still runs.
     """
 
     late = False
@@ -52,8 +53,9 @@ class Watch:
         self._watching: asyncio.Task[None] | None = None
 
     async def require(self) -> None:
-        """Checks the server. The check takes at most about twice `limit_s`. Raises ServerGoneError
-        if the server is lost."""
+        """Checks the server. The check asks the server at most ATTEMPTS times. Each time, the check
+        waits at most `limit_s` seconds for an answer. Raises ServerGoneError if the server is
+        lost."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
