@@ -4,8 +4,7 @@
 `step` computes log-probs, gate and token weights; then it trains (driver/policy_trainer.py).
 `publish` syncs the weights to the engines and verifies the sync (driver/training_source.py).
 `log` sends metrics, alerts and samples to every sink (observability/metrics/monitor.py).
-The method `steps` saves checkpoints and runs evaluations on schedule (driver/session.py,
-driver/parts.py).
+`steps` also saves checkpoints and runs evaluations (driver/session.py, driver/parts.py).
 `until_done` opens a new session after the loss of a worker (driver/held_run.py).
 """
 
