@@ -62,9 +62,9 @@ def _servers_that_are_used(config: Tree) -> Tree:
 
 
 def _cache_of_the_device(config: Tree) -> Tree:
-    """Removes cache_tokens if its value is the default of format 2. The default of format 2 was
-    meant for CPU servers. The default of cache_tokens is now null. On a CPU, null means 20,000
-    tokens, which was the default of format 2."""
+    """Removes cache_tokens if its value is 20,000 tokens. Configurations of format 2 had this
+    default, which was meant for CPU servers. The default is now null, which means 20,000 tokens on
+    a CPU."""
     return _without_server_setting(config, "cache_tokens", FORMER_CACHE_TOKENS)
 
 

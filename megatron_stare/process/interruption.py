@@ -241,9 +241,9 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """Context in which a signal cancels `task` instead of raising KeyboardInterrupt at a poll.
-        The task is cancelled as soon as the received signal is allowed to raise KeyboardInterrupt.
-        KeyboardInterrupt is raised after the task has ended."""
+        """Context in which a signal first cancels `task`. KeyboardInterrupt is raised later, after
+        the task has ended. Without this context, KeyboardInterrupt is raised at the next poll that
+        may raise it; with this context, the task is cancelled at this moment."""
         told = False
 
         def cancel() -> None:

@@ -34,8 +34,8 @@ FUNCTIONS = (
 
 
 def settle() -> None:
-    """Calls each function of FUNCTIONS once in float32 and once in float64. Each call computes a
-    single element. For a single element torch uses a single thread, so no other thread calls MKL at
+    """Calls each function of FUNCTIONS once in float32 and once in float64. Each call computes an
+    array of one element. For such an array, torch uses one thread, so no other thread calls MKL at
     the same time."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype, device="cpu")
