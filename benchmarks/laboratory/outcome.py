@@ -224,8 +224,9 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "",
         f"A Qwen2 of 2 layers and width 64 was trained with `megatron-stare`: {each} tuning runs"
         f" for each arm and task, then {len(plan['seeds']['evaluation'])} with other seeds, all in"
-        f" {hours:.1f} hours. The plan, `benchmarks/laboratory/preregistration.yaml`, was"
-        " committed before the runs: tasks, learning rates to try, comparisons and predictions."
+        f" {hours:.1f} hours. The plan, `benchmarks/laboratory/preregistration.yaml`,"
+        " names the tasks, the learning rates to try, the comparisons and the predictions. It was"
+        " committed before the runs."
         " `benchmarks/laboratory/digits.py` implements the tasks.",
         "",
         *decided(told),
