@@ -128,7 +128,8 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     """Returns a mask over groups, [G] bool. The mask is true for groups whose compared responses
-    have different entries in `values`. The argument `counted` is the mask of the responses to compare, [B] bool.
-    DAPO's dynamic sampling drops a group if all responses of the group have the same reward."""
+    have different entries in `values`. The argument `counted` is the mask of the responses to
+    compare, [B] bool. DAPO's dynamic sampling drops a group if all responses of the group have the
+    same reward."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)
