@@ -375,7 +375,7 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     for seed in seeds:  # bonus ends best
         runs[f"t, grpo, seed {seed}"]["entropy by 5 steps"] = [0.4, 0.5]
     said = outcome.before_the_change(told, "t", 10)
-    assert "GRPO: 0.500" in said and "entropy bonus had the best pass@1 at the end" in said
+    assert "GRPO: 0.500" in said and "best pass@1 at the end (entropy bonus)" in said
     dapo_row, bonus_row, forks_row = outcome.decided(told)[2:]
     assert dapo_row.endswith("not shown; 0.03 either way is excluded |")
     assert bonus_row.endswith("| higher |") and "| +0.235 [" in bonus_row
