@@ -30,17 +30,7 @@ cd "$ROOT"
 
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .
-if [ "$tier" = slow ]; then
-    "$PYTHON" -m mypy
-    exec "$PYTHON" tests/support/slow_shards.py "$@"
-fi
-# beside the tests, which do not use both cores all the time
-types="$(mktemp)"
-trap 'rm -f "$types"' EXIT
-"$PYTHON" -m mypy >"$types" &
-typed=0 tested=0
+"$PYTHON" -m mypy
+[ "$tier" != slow ] || exec "$PYTHON" tests/support/slow_shards.py "$@"
 # workers with whole files: most tests are one process, and few use both cores
-"$PYTHON" -m pytest -n "$workers" --dist loadfile -m "$tier" "$@" || tested=$?
-wait "$!" || typed=$?
-cat "$types"
-exit $((tested ? tested : typed))
+exec "$PYTHON" -m pytest -n "$workers" --dist loadfile -m "$tier" "$@"

@@ -289,9 +289,8 @@ def test_a_tier_of_tests_is_what_test_sh_says(
 ) -> None:
     said = output_of(stand_in, *arguments)
     assert ("servers" in said) is served
-    calls = [line for line in said.splitlines() if "|" in line]
-    assert [line.split("|")[1] for line in calls] == ["ruff", "ruff", "pytest", "mypy"]
-    pytest_line = calls[2]
+    *checks, pytest_line = said.splitlines()
+    assert [line.split("|")[1] for line in checks if "|" in line] == ["ruff", "ruff", "mypy"]
     own = [word for word in arguments if word != "--all"]
     assert pytest_line.split("|")[1:-1] == [
         "pytest",
@@ -306,14 +305,15 @@ def test_a_tier_of_tests_is_what_test_sh_says(
 
 
 @pytest.mark.parametrize(("failing", "code"), [("ruff", 4), ("mypy", 5), ("pytest", 6), ("", 0)])
-def test_what_fails_beside_the_tests_fails_their_run(
+def test_the_first_failure_ends_test_sh_with_its_code(
     stand_in: Path, failing: str, code: int
 ) -> None:
     said = f'printf "%s|" "$@"; echo\n[ "$2" != "{failing}" ] || exit {code}\n'
     (stand_in.parents[1] / "python").write_text(f"#!/bin/sh\n{said}")
     done = subprocess.run(["bash", stand_in], capture_output=True, text=True)
     assert done.returncode == code
-    assert ("|mypy|" in done.stdout) is (failing != "ruff")
+    called = [line.split("|")[1] for line in done.stdout.splitlines()]
+    assert called[-1] == (failing or "pytest")
 
 
 def test_slow_tests_are_run_file_by_file(stand_in: Path) -> None:
