@@ -241,9 +241,8 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """Context in which a signal first cancels `task`. KeyboardInterrupt is raised later, after
-        the task has ended. Without this context, KeyboardInterrupt is raised at the next poll that
-        may raise it; with this context, the task is cancelled at this moment."""
+        """Context in which a signal that may raise KeyboardInterrupt first cancels `task`.
+        KeyboardInterrupt is raised after the task has ended."""
         told = False
 
         def cancel() -> None:
