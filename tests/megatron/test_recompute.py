@@ -22,7 +22,11 @@ from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.export.export import export_gradients
 from megatron_stare.megatron.model.head import Head
 from megatron_stare.megatron.model.model import build_policy, hidden_states, load_hf
-from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
+from megatron_stare.megatron.step.passes import (
+    accumulate_gradients,
+    compute_log_probs,
+    forget_routes,
+)
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
@@ -187,7 +191,11 @@ def kept_bytes(
         )
     del output
     parallel_layout.leave()
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    # the hook that the graph keeps would keep the graph, by these tensors
+    saved.clear()
+    forget_routes(model)
+    return total
 
 
 @pytest.mark.wide

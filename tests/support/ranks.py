@@ -16,6 +16,7 @@ from typing import Any
 
 TIMEOUT_S = 120
 LEAVE_S = 10
+MOST_THREADS = 100  # of a rank that has left its groups: it has ten, and fifty for each model kept
 
 
 PRELOADED = [
@@ -108,7 +109,11 @@ def _serve(pipe: Any, path: list[str]) -> None:
         except EOFError:
             return
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+            value = getattr(importlib.import_module(module), name)(*args)
+            gc.collect()  # else a model keeps its groups, whose threads take a core while idle
+            left = len(os.listdir("/proc/self/task"))
+            assert left <= MOST_THREADS, f"{left} threads: groups of earlier calls are still here"
+            pipe.send((True, value))
+            del value
         except Exception:
             pipe.send((False, traceback.format_exc()))
-        gc.collect()  # else a model keeps its groups, whose threads take a core while a rank idles

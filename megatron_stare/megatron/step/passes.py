@@ -154,15 +154,15 @@ def _run(
             collect_non_loss_data=forward_only,
         )
     if not forward_only:
-        _forget_routes(model)
+        forget_routes(model)
     return results
 
 
-def _forget_routes(model: list[nn.Module]) -> None:
+def forget_routes(model: list[nn.Module]) -> None:
     """Drops the routing weights that each token dispatcher keeps of its last micro-batch.
 
     The autograd graph of the routing weights leads back to the model through nodes that Python's
-    garbage collector does not see. Without `_forget_routes`, the routing weights would keep the
+    garbage collector does not see. Without `forget_routes`, the routing weights would keep the
     weights and the process groups of a closed trainer in memory.
     """
     for chunk in model:
