@@ -42,6 +42,11 @@ class _Desk:
         """Returns True if the verifier receives all responses to a prompt at once."""
         return self._pool.judges_groups
 
+    @property
+    def unfinished(self) -> bool:
+        """Returns True if some answers have no verdict yet."""
+        return bool(self._waiting)
+
     async def of(
         self, response: str | list[str], answer: str, columns: Mapping[str, Any] | None
     ) -> Verdict:
@@ -130,13 +135,8 @@ class Verdicts:
 
     def __init__(self, desk: _Desk, most_failures: int | None) -> None:
         self._desk, self._most_failures = desk, most_failures
-        self._asked = self._known = 0
+        self._known = 0
         self._failed: list[Verdict] = []
-
-    @property
-    def unfinished(self) -> bool:
-        """Returns True if some answers have no verdict yet."""
-        return self._known < self._asked
 
     @property
     def judges_groups(self) -> bool:
@@ -154,7 +154,6 @@ class Verdicts:
         Raises:
             TooManyFailuresError: more of the rollout's answers have failed than are allowed.
         """
-        self._asked += 1
         verdict = await self._desk.of(response, answer, columns)
         return self._take(verdict)
 
@@ -164,7 +163,6 @@ class Verdicts:
         """Waits until all responses to a prompt have verdicts, and returns these verdicts.
         `Verdicts.of` waits for the verdict on a single response. If the group fails as a whole,
         each of its responses counts as a failure."""
-        self._asked += len(responses)
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
 
@@ -175,7 +173,6 @@ class Verdicts:
         `status` is "timeout" or "crash", the new Verdict counts as a failure. A verifier's Verdict
         with the status "timeout" or "crash" counts as a failure too. Returns the new Verdict.
         Raises TooManyFailuresError under the same condition as `Verdicts.of`."""
-        self._asked += 1
         return self._take(Verdict(reward, status, detail))
 
     def _take(self, verdict: Verdict) -> Verdict:
@@ -209,5 +206,5 @@ async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> Asyn
         if not desk.rollouts:
             del _DESKS[pool]
             await desk.close()
-        if found.unfinished:
-            pool.close()  # workers are still judging answers that nobody waits for
+            if desk.unfinished:
+                pool.close()  # workers are still judging answers that nobody waits for

@@ -4,6 +4,7 @@ to do."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 
 import pytest
@@ -48,6 +49,25 @@ def test_a_verdict_is_given_while_other_answers_are_still_being_made():
 
     with VerifierPool("arithmetic", 1, 10) as pool:
         assert asyncio.run(story(pool)) == [1.0, 1.0]
+
+
+def test_a_rollout_that_fails_leaves_the_pool_to_another_one():
+    """And the last rollout to leave closes a pool whose workers judge for nobody."""
+
+    async def story(pool: VerifierPool) -> float | None:
+        async with verdicts(pool) as older:
+            with contextlib.suppress(RuntimeError):
+                async with verdicts(pool) as younger:
+                    asking = asyncio.ensure_future(younger.of("hang", "1"))
+                    await asyncio.sleep(0)
+                    asking.cancel()
+                    raise RuntimeError("the environment failed")
+            return (await older.of("1", "1")).reward
+
+    with VerifierPool(f"{HERE}.obey", 2, 600) as pool:
+        assert asyncio.run(story(pool)) == 1.0
+        with pytest.raises(ValueError, match="closed"):
+            asyncio.run(all_of(pool, [("1", "1")]))
 
 
 def test_workers_begin_before_the_loop_comes_to_them():

@@ -163,11 +163,12 @@ def source(
     seed: int = 0,
     sampling: Any = params,
     masked_from: int | None = None,
+    verify: Any = judged,
 ):
     """With two groups a step, of two samples each."""
     queue = PromptQueue(Numbered())
     groups = InformativeGroups(queue, 2, 2, 1, 9) if dynamic else EveryGroup(queue, 2, 2)
-    made = Rollouts(EnginePool(Fleet(replicas, seed)), SingleTurn(CONFIG, TOKENIZER), judged)
+    made = Rollouts(EnginePool(Fleet(replicas, seed)), SingleTurn(CONFIG, TOKENIZER), verify)
     found = AsynchronousSource(
         made, groups, sampling, queue.state, staleness, steps, masked_from=masked_from
     )
@@ -316,6 +317,35 @@ def test_an_error_is_that_of_the_step_that_waits_for_it() -> None:
         assert len(found.next(2).trajectories) == 4
         with pytest.raises(DataError, match="had enough"):
             found.next(3)
+
+
+@contextlib.asynccontextmanager
+async def judged_to_prompt_1(answers: int):
+    """Cannot verify answers to later prompts than prompt 1."""
+
+    class Judge:
+        judges_groups = False
+
+        async def of(self, response: str, answer: str, *_: object) -> Verdict:
+            if int(answer) > 1:
+                raise DataError("the verifier has had enough")
+            return Verdict(1.0, "ok")
+
+    yield Judge()
+
+
+def test_an_error_of_the_next_step_leaves_this_steps_requests_at_the_replica() -> None:
+    """The next step's responses are shorter, and fail while this step's are being sampled."""
+    replica = TokenByToken(None, lambda cursor, sample: 20 if cursor < 2 else 3)
+    with source([replica], 1, verify=judged_to_prompt_1) as found:
+        found.publish(WEIGHTS, 0)
+        # not `next`, which would wait for ever for requests that the replica has dropped
+        begun = asyncio.run_coroutine_threadsafe(found._taken(1), found._loop)
+        assert len(begun.result(timeout=60).trajectories) == 4
+        found.publish(WEIGHTS, 1)
+        with pytest.raises(DataError, match="had enough"):
+            found.next(2)
+        assert not replica.made  # the last one to leave has aborted what nobody waits for
 
 
 def test_a_hold_does_not_outlive_the_error_that_it_met() -> None:

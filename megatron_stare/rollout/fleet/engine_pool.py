@@ -132,8 +132,9 @@ class EnginePool:
         to replicas before requests of `Serving` objects that were opened later.
 
         Requests that are still in flight when the `Serving` object closes belong to cancelled
-        trajectories and are discarded. If a call to a replica raises an error, `Serving.finished`
-        raises the same error, and the requests in flight at all other replicas are discarded too.
+        trajectories: their answers are discarded. If a call to a replica raises an error, every
+        `Serving.finished` raises the same error. After an error, the last `Serving` object to close
+        aborts the requests that are in flight at the replicas.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -144,10 +145,11 @@ class EnginePool:
         try:
             yield serving
         except BaseException:
-            await self._leave(serving)
-            # keep the first error; a lost replica cannot answer
-            with contextlib.suppress(Exception):
-                self._fleet.call("abort")
+            # as long as another Serving is open, the replicas also hold requests that it waits for
+            if await self._leave(serving):
+                # keep the first error; a lost replica cannot answer
+                with contextlib.suppress(Exception):
+                    self._fleet.call("abort")
             raise
         last = await self._leave(serving)
         if last and dispatch.under_way:
