@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -170,6 +173,35 @@ def test_a_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         assert "another process is running in this directory" in dry(capsys, "run.dir=run")
     Path("run/config.yaml").touch()
     assert "there is a run in this directory already" in dry(capsys, "run.dir=run")
+
+
+def test_a_file_system_that_locks_differently(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS gives an exclusive lock only to a file that is open for writing; a Lustre that is mounted
+    without flock gives none."""
+    really = fcntl.flock
+    Path("run").mkdir()
+    Path("run/.lock").touch()
+
+    def nfs(file: Any, kind: int) -> None:
+        if kind & fcntl.LOCK_EX and not file.writable():
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        really(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    assert main(["train", QUICKSTART, MODEL, "run.dir=run", "--dry-run"]) == 0
+    capsys.readouterr()
+    with Path("run/.lock").open("w") as lock:
+        really(lock, fcntl.LOCK_EX)
+        assert "another process is running in this directory" in dry(capsys, "run.dir=run")
+
+    def lustre(file: Any, kind: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", lustre)
+    error = dry(capsys, "run.dir=run")
+    assert "cannot lock files (Function not implemented)" in error and "-o flock" in error
 
 
 def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.runs import ROOT, SMALL
@@ -181,9 +183,9 @@ def test_a_run_that_is_being_discarded_is_none_to_continue(
     def body(interruption: Interruption) -> int:
         really = shutil.rmtree
 
-        def removing(path: Path) -> None:
+        def removing(path: Path, **how: Any) -> None:
             asked.append(interruption.last_words())
-            really(path)
+            really(path, **how)
 
         def failing() -> None:
             with held(tmp_path) as run:
@@ -203,6 +205,54 @@ def test_a_run_that_is_being_discarded_is_none_to_continue(
     assert on_driver_thread(body, lambda interruption: "") == 0
     assert asked == [None] * 8
     assert not (tmp_path / "run").exists()
+
+
+def fails(folder: Path, error: BaseException, *said: str) -> list[str]:
+    """The files that a run leaves whose first step ends by `error`, after processes have written
+    the files `said`."""
+    files = {name: folder / "run" / name for name in (*said, "logs/rank_1.log", "placement.txt")}
+
+    def session(inputs: Inputs) -> None:
+        for name, file in files.items():
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("its last words" * (name in said))
+        raise error
+
+    settings = {"faults.run.attempts": 0}
+    with pytest.raises(type(error)), held(folder, **settings) as run:
+        run.until_done(run.first, session)
+    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+
+
+def test_the_words_that_say_why_a_first_step_failed_stay(tmp_path: Path) -> None:
+    """Another run may begin in the folder."""
+    lost = WorkerLostError("a rank died: read the end of its log in logs/ of the run directory")
+    said = ["logs/rank_0.log", "blackbox/step_1/screen.txt"]
+    (tmp_path / "run/blackbox/step_1").mkdir(parents=True)
+    kept = ["run/blackbox/step_1/screen.txt", "run/logs/rank_0.log", "run/logs/rank_1.log"]
+    assert fails(tmp_path, lost, *said) == kept
+    shutil.rmtree(tmp_path / "run/blackbox")
+    assert fails(tmp_path, lost) == kept[1:]  # what was there before stays in any case
+    shutil.rmtree(tmp_path / "run")
+    assert fails(tmp_path, KeyboardInterrupt(), "logs/rank_0.log") == []
+    assert not (tmp_path / "run").exists()
+    assert fails(tmp_path, lost) == []  # no process had said anything
+
+
+def test_a_log_that_a_process_still_writes_on_nfs_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS renames a file that is removed while a process has it open."""
+    really = os.unlink
+
+    def renames(path: Any, *, dir_fd: int | None = None) -> None:
+        if Path(path).name == "rank_1.log":
+            os.rename(path, ".nfs0001", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        elif Path(path).name != ".nfs0001":
+            really(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", renames)
+    assert fails(tmp_path, UserError("the server did not answer")) == ["run/logs/.nfs0001"]
 
 
 def test_a_run_that_losses_end_is_to_be_continued(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_stare.driver.opening import Inputs, check_dump_step, finished_run,
 from megatron_stare.driver.resuming import find_run
 from megatron_stare.driver.supervision import restarted, tell_came_up, tell_run_dir
 from megatron_stare.errors import RollBack, UserError
+from megatron_stare.hangs.bundle import FOLDER as BLACK_BOX
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.planning.own_plan import own_plan
@@ -37,7 +38,7 @@ from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.engines.engine import EngineLostError
 from megatron_stare.rollout.fleet.health import NoEngineError
-from megatron_stare.run_dir.run_state import CONFIG, PLACEMENT, RunDir, RunState
+from megatron_stare.run_dir.run_state import CONFIG, LOGS, PLACEMENT, RunDir, RunState
 
 T = TypeVar("T")
 METRICS = (
@@ -52,7 +53,8 @@ METRICS = (
 
 class HeldRun:
     """Context manager that keeps the directory of one run locked. If a new run fails before its
-    first step, removes the files that the run created.
+    first step, removes the files that the run created, except for the logs of its processes and
+    the black box.
 
     Args:
         config: configuration as requested by the user. Every restart reads the inputs again from
@@ -207,7 +209,10 @@ class HeldRun:
             if early and (made or standing.checkpoint is not None):
                 stopped_at(standing)
             if error is not None and self._began and not (made or self.went_back):
-                self.dir.discard()
+                hung = (self.dir.path / BLACK_BOX).exists()
+                # the words of ranks and servers say why; who ends a sound start needs none
+                evidence = hung or not isinstance(error, KeyboardInterrupt)
+                self.dir.discard(but=(LOGS, BLACK_BOX) if evidence else ())
             self.dir.close()
 
 

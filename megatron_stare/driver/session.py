@@ -62,7 +62,7 @@ from megatron_stare.rollout.sources.calls import CALLS, CallJournal
 from megatron_stare.rollout.sources.kept import without
 from megatron_stare.rollout.sources.make_source import Groups, make_groups, make_source
 from megatron_stare.rollout.sources.rollout_source import RolloutSource
-from megatron_stare.run_dir.run_state import CONFIG, RunState
+from megatron_stare.run_dir.run_state import CONFIG, LOGS, RunState
 from megatron_stare.tasks.task import Task
 
 
@@ -163,7 +163,7 @@ class Session:
         if not self.config.supervised:
             workers = counted(self.config.reward.workers, "reward worker")
             self.monitor.note(f"starting {workers} ...")
-        stack.enter_context(kept_output(self.dir.path / "logs"))
+        stack.enter_context(kept_output(self.dir.path / LOGS))
         self.verifiers = self._pools(stack, self._inputs.verifiers())
         with self.monitor.phase("start"):
             run = self._inputs.run

@@ -37,6 +37,7 @@ from megatron_stare.weights.files.staging import sync_entry
 
 CONFIG = "config.yaml"
 PLACEMENT = "placement.txt"
+LOGS = "logs"  # folder of what the processes print
 ROLLBACKS = "rollbacks.json"
 RUN_STATE = "run_state.json"  # in a checkpoint
 KEPT = "kept_responses.safetensors"  # in a checkpoint, if responses were in flight
@@ -177,18 +178,27 @@ class RunDir:
         for leftover in (*(self.path / "checkpoints").glob("*.tmp"), self.path / SYNC_FOLDER):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def discard(self) -> None:
-        """Removes everything that a failed start added to the directory.
+    def discard(self, but: Collection[str] = ()) -> None:
+        """Removes what a failed start added to the directory. What cannot be removed stays: on NFS,
+        a folder with a file that some process still has open cannot be removed.
 
         Removes config.yaml first, because a directory without config.yaml does not count as a run.
         Thus, if this process is killed before it has removed the other files, the directory does
         not count as a run.
+
+        Args:
+            but: names of folders that stay if they contain a file that is not empty.
         """
         if CONFIG not in self._found:
             (self.path / CONFIG).unlink(missing_ok=True)
         for entry in self.path.iterdir():
-            if entry.name not in self._found:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            if entry.name in self._found or (entry.name in but and _says_something(entry)):
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
         _remove_empty(self._made)
 
     def record(self, config: Config) -> None:
@@ -327,7 +337,8 @@ def _forget(checkpoint: Path) -> None:
     files are partly removed therefore never has the name of a complete checkpoint."""
     unnamed = _unfinished(checkpoint)
     checkpoint.rename(unnamed)
-    shutil.rmtree(unnamed)
+    # what another process still reads, and NFS therefore keeps, goes at the next start
+    shutil.rmtree(unnamed, ignore_errors=True)
 
 
 def _unfinished(final: Path) -> Path:
@@ -422,13 +433,13 @@ def _place(config: Config) -> Path:
     return Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def _lock(lock: IO[str], path: Path) -> None:
+def _lock(lock: IO[str], path: Path, kind: int = fcntl.LOCK_EX) -> None:
     for left in reversed(range(LOCK_TRIES)):
         try:
             # the kernel frees the lock however the process ends
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
             return
-        except OSError as error:
+        except BlockingIOError as error:
             if not left:
                 lock.close()
                 raise UserError(
@@ -440,6 +451,13 @@ def _lock(lock: IO[str], path: Path) -> None:
                     ),
                 ) from error
             time.sleep(LOCK_WAIT_S)  # `megatron-stare status` may hold the lock for microseconds
+        except OSError as error:
+            lock.close()
+            raise UserError(
+                f"the run directory's file system cannot lock files ({error.strerror})",
+                where=str(path),
+                fix="mount it with locks (Lustre: -o flock), or set run.dir to another file system",
+            ) from error
 
 
 def _holder(path: Path) -> str:
@@ -463,7 +481,12 @@ def refuse_busy(path: Path) -> None:
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         (path / LOCK_FILE).open() as lock,
     ):
-        _lock(lock, path)
+        # NFS refuses an exclusive lock of a file that is open for reading only
+        _lock(lock, path, fcntl.LOCK_SH)
+
+
+def _says_something(folder: Path) -> bool:
+    return any(file.is_file() and file.stat().st_size for file in folder.rglob("*"))
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
