@@ -313,7 +313,7 @@ class RayWorkers(RayPeers):
         with self._closing:
             self._closed = True
             actors, self._actors = self._actors, []
-        _end(actors, ENGINES_LEFT_S if self._what == "engine" else LEFT_S)
+        _end(actors, ENGINES_LEFT_S if self._what.endswith("engine") else LEFT_S)
 
 
 def _end(actors: Sequence[Any], limit_s: float) -> None:
@@ -404,7 +404,7 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
             f"a {what} process died: {str(error).splitlines()[0]}",
             fix=(
                 "read the end of its log in logs/ of the run directory, or on its node in"
-                " /tmp/ray/session_latest/logs; the usual cause is out of memory"
+                " session_latest/logs of Ray's folder; the usual cause is out of memory"
             ),
         ) from error
     except GetTimeoutError as error:

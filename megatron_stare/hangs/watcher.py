@@ -180,11 +180,9 @@ class Watcher:
         if others is not None:
             answers, missing = others()
             for answer in answers:
-                here += [
-                    each
-                    for each in answer["processes"]
-                    if each["pid"] not in {own["pid"] for own in here}
-                ]
+                # Ray nodes of one host see each other's processes; equal pids of two hosts differ
+                known = set(map(_process, here))
+                here += [each for each in answer["processes"] if _process(each) not in known]
                 dumps |= {name: bytes.fromhex(content) for name, content in answer["dumps"].items()}
         for name, content in dumps.items():
             (flights / name).write_bytes(content)
@@ -273,6 +271,11 @@ class _Copier:
             with self._lock:
                 if beat is self._beat:
                     self._idle.set()
+
+
+def _process(facts: dict[str, Any]) -> tuple[str, int]:
+    """Returns host and pid. `node` of an agent's facts is the host's name, "/" and a Ray node."""
+    return facts["node"].partition("/")[0], facts["pid"]
 
 
 def asked(engine: int, url: str) -> ServerFacts:

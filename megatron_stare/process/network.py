@@ -158,7 +158,8 @@ class Listener:
         self._hosts = (
             [] if not known else [host, own] if host in ("localhost", LOOPBACK) else [host]
         )
-        self._there = time.monotonic()  # last time that it was reachable
+        self._failing: float | None = None  # begin of the latest row of failed probes of `gone`
+        self._probed = 0.0  # last failed probe of `gone`
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
         """Tries to connect to the listener. Returns None if the connection succeeds, and the error
@@ -167,12 +168,9 @@ class Listener:
         for host in self._hosts:
             try:
                 socket.create_connection((host, self._port), timeout_s).close()
-                reason = None
-                break
+                return None
             except (OSError, OverflowError) as error:
                 reason = error
-        if reason is None:
-            self._there = time.monotonic()
         return reason
 
     def require(self, what: str, where: str, fix: str) -> None:
@@ -183,7 +181,17 @@ class Listener:
             raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
 
     def gone(self, after_s: float, timeout_s: float) -> bool:
-        """Returns True if two conditions hold: nothing listens at the address now, and the last
-        successful connection was made more than `after_s` seconds ago. Before the first successful
-        connection, the seconds are counted from the creation of the Listener."""
-        return self.missing(timeout_s) is not None and time.monotonic() - self._there > after_s
+        """Tries to connect, and returns True if every call has failed for more than `after_s`
+        seconds.
+
+        The seconds count from the first failed call. A call that succeeds ends the count. So does a
+        pause of more than `after_s` seconds between two calls, in which nobody tried.
+        """
+        now = time.monotonic()
+        if self.missing(timeout_s) is None:
+            self._failing = None
+            return False
+        if self._failing is None or now - self._probed > after_s:
+            self._failing = now
+        self._probed = now
+        return now - self._failing > after_s

@@ -27,7 +27,7 @@ from megatron_stare.config.load import load_config, validate
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
-from megatron_stare.process.network import LOOPBACK, free_port
+from megatron_stare.process.network import LOOPBACK, Listener, free_port
 from megatron_stare.process.workers import WorkerLostError
 
 LONG_S = 300.0  # that calls would wait
@@ -129,6 +129,37 @@ def in_a_driver_of_its_own(function: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["raylet", "gcs_server"])
 def test_a_ray_of_ours_that_is_broken_is_noticed_ended_whole_and_started_again(kind: str) -> None:
     in_a_driver_of_its_own("broken", kind)
+
+
+@pytest.mark.parametrize("what", ["rollout engine", "evaluation engine", "trainer rank"])
+def test_engines_have_time_to_free_their_gpus(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(on_ray, "_end", lambda actors, limit_s: given.append(limit_s))
+    on_ray.RayWorkers([], what, 1.0).close()
+    assert given == [on_ray.ENGINES_LEFT_S if "engine" in what else on_ray.LEFT_S]
+
+
+def test_a_listener_is_gone_when_every_attempt_has_failed_for_long_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not when one attempt fails after minutes in which nobody tried."""
+    listener, now, answers = Listener("head:6379", "here"), [1000.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(listener, "missing", lambda timeout_s: answers[-1])
+
+    def gone(after_s: float, error: Exception | None) -> bool:
+        now[0] += after_s
+        answers.append(error)
+        return listener.gone(20, 1)
+
+    late = TimeoutError("timed out")
+    assert not gone(0, None)
+    assert not gone(300, late)
+    assert not gone(300, late)
+    assert not any(gone(1, late) for _ in range(20))
+    assert gone(1, late)
+    assert not gone(1, None)
+    assert not gone(1, late)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -281,3 +282,31 @@ def test_what_a_process_started_is_killed_with_it() -> None:
     assert parent.wait(30) == -signal.SIGKILL
     _, left = psutil.wait_procs([child], timeout=30)
     assert left == [] or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_processes_of_two_hosts_may_have_one_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray nodes of one host see the same processes."""
+
+    def process(node: str, pid: int) -> dict[str, Any]:
+        return {"node": node, "pid": pid, "role": "rank", "state": "S", "threads": []}
+
+    said = [
+        [process("a/01", 7), process("a/01", 8)],
+        [process("a/02", 8), process("b/03", 7)],
+    ]
+
+    class Nodes:
+        def ask(self) -> Any:
+            return lambda: ([{"processes": each, "dumps": {}} for each in said], {})
+
+    monkeypatch.setattr(node_facts, "look", lambda *_, **__: [process("a", 7)])
+    watcher = Watcher(Settings(str(tmp_path), str(tmp_path / "run"), 1))
+    monkeypatch.setattr(watcher, "_nodes", Nodes())
+    facts = watcher.collect(Beat("driver", os.getpid(), "update", 0.0, 0.0), tmp_path)
+    assert [(each.node, each.pid) for each in facts.processes] == [
+        ("a", 7),
+        ("a/01", 8),
+        ("b/03", 7),
+    ]
