@@ -98,6 +98,8 @@ find_project_python() {
     PYTHON="${PYTHON:-$ROOT/.venv/bin/python}"
     command -v "$PYTHON" >/dev/null 2>&1 ||
         fail "there is no Python at $PYTHON" "run bash scripts/setup_env.sh, or set PYTHON to another Python"
+    PYTHON="$(command -v "$PYTHON")" # whole, as it is called in other folders and on other nodes
+    case "$PYTHON" in /*) ;; *) PYTHON="$PWD/$PYTHON" ;; esac
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 

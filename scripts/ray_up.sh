@@ -8,7 +8,8 @@
 #   SSH         how they are reached (ssh -o BatchMode=yes)
 #   NODE_IP     address of this node by which the others reach it (Ray's choice)
 #   RAY_PORT    port of the head (6379)
-#   RAY_TMP     folder for Ray's sockets and logs, short and local (Ray's: /tmp/ray)
+#   RAY_TMP     folder for Ray's sockets and logs on all nodes, short and local; the head's holds (/tmp/ray-USER_ID: in
+#               /tmp/ray another user of a node could not start Ray)
 #   GPUS CPUS   that Ray counts on this node (what there is)
 #   RESOURCES   further ones as JSON, such as {"fake_gpu": 1}
 #   OBJECT_STORE_GB    shared memory of this node for objects, 10^9 bytes (Ray's: 30 % of memory)
@@ -27,6 +28,7 @@ variables_alone "$@"
 DRY_RUN="${DRY_RUN:-0}" BLOCK="${BLOCK:-0}" RAY_PORT="${RAY_PORT:-6379}" WAIT_NODES="${WAIT_NODES:-0}"
 one_of DRY_RUN 0 1
 one_of BLOCK 0 1
+RAY_TMP="${RAY_TMP:-${RAY_TMPDIR:+$RAY_TMPDIR/ray}}" # RAY_TMPDIR is Ray's own variable
 find_project_python
 ray=("$PYTHON" -m ray.scripts.scripts)
 
@@ -39,7 +41,7 @@ print(sum(node['Alive'] for node in ray.nodes()))"
     until joined="$("$PYTHON" -c "$count" "$(address_of "${HEAD:-127.0.0.1}"):$RAY_PORT" 2>/dev/null)" && [ "$joined" -ge "$WAIT_NODES" ]; do
         [ "$SECONDS" -lt "$deadline" ] ||
             fail "${joined:-0} of $WAIT_NODES nodes have joined ${HEAD:-this node}:$RAY_PORT in ${WAIT_S:-300} s" \
-                "look at the nodes' logs in ${RAY_TMP:-/tmp/ray}/session_latest/logs, and check that the port is open between them"
+                "look at the nodes' logs in ${RAY_TMP:-/tmp/ray-$(id -u)}/session_latest/logs, and check that the port is open between them"
         sleep 2
     done
     exit 0
@@ -70,7 +72,7 @@ if [ -n "${HEAD:-}" ]; then
     start+=("--address=$(address_of "$HEAD"):$RAY_PORT")
 else
     start+=(--head "--port=$RAY_PORT" --include-dashboard=false)
-    [ -z "${RAY_TMP:-}" ] || start+=("--temp-dir=$RAY_TMP")
+    start+=("--temp-dir=${RAY_TMP:-/tmp/ray-$(id -u)}")
 fi
 [ -z "${NODE_IP:-}" ] || start+=("--node-ip-address=$NODE_IP")
 [ -z "${GPUS:-}" ] || start+=("--num-gpus=$GPUS")

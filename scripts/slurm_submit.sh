@@ -108,7 +108,7 @@ submit() {
 
 # What Slurm runs on the first node.
 job() {
-    local script="$1" head=HEAD nodes="${NODES:-2}" port="${RAY_PORT:-6379}" status=0 told run before
+    local script="$1" head=HEAD nodes="${NODES:-2}" port="${RAY_PORT:-6379}" status=0 joined=1 told run before
     if [ "$DRY_RUN" = 0 ]; then
         # whole, as a pipe that closes after the first line may end scontrol, and with it the job
         head="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
@@ -128,18 +128,20 @@ job() {
     in_background srun --nodes=1 --ntasks=1 --overlap --cpu-bind=none --export=ALL "--nodelist=$head" \
         env BLOCK=1 "RAY_PORT=$port" bash "$ROOT/scripts/ray_up.sh"
     if [ "$nodes" -gt 1 ]; then
-        show_and_run env "HEAD=$head" WAIT_NODES=1 "RAY_PORT=$port" bash "$ROOT/scripts/ray_up.sh"
-        in_background srun "--nodes=$((nodes - 1))" "--ntasks=$((nodes - 1))" --overlap --cpu-bind=none --export=ALL "--exclude=$head" \
+        show_and_run env "HEAD=$head" WAIT_NODES=1 "RAY_PORT=$port" bash "$ROOT/scripts/ray_up.sh" || joined=0
+        [ "$joined" = 0 ] || in_background srun "--nodes=$((nodes - 1))" "--ntasks=$((nodes - 1))" --overlap --cpu-bind=none --export=ALL "--exclude=$head" \
             env BLOCK=1 "HEAD=$head" "RAY_PORT=$port" bash "$ROOT/scripts/ray_up.sh"
     fi
-    show_and_run env "HEAD=$head" "WAIT_NODES=$nodes" "RAY_PORT=$port" bash "$ROOT/scripts/ray_up.sh"
+    [ "$joined" = 0 ] || show_and_run env "HEAD=$head" "WAIT_NODES=$nodes" "RAY_PORT=$port" bash "$ROOT/scripts/ray_up.sh" || joined=0
     if [ "$DRY_RUN" = 1 ]; then
         RAY_ADDRESS="$head:$port" bash "$@"
         echo "# on USR1, $GRACE_S s before the limit: kill -USR1 RUN; the run ends with $TO_BE_CONTINUED"
         show_and_run scontrol requeue JOB
         return
     fi
-    if [ "$told" = none ]; then # else the signal came while the nodes joined
+    if [ "$joined$told" = 0none ]; then
+        status=2
+    elif [ "$told" = none ]; then # else the signal came while the nodes joined
         RAY_ADDRESS="$head:$port" bash "$@" &
         run=$!
         [ "$told" = none ] || kill -s "$told" "$run" 2>/dev/null || true # it came before the line above
@@ -150,6 +152,12 @@ job() {
         status=143
     fi
     [ "${#cluster[@]}" = 0 ] || kill "${cluster[@]}" 2>/dev/null || true
+    if [ "$joined$told" = 0none ]; then
+        # a job that has run before was set up rightly, and a node was slow or ill
+        { [ "$script" = "$RUN_RECIPE" ] && [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; } || exit "$status"
+        again "the nodes did not join"
+        return
+    fi
     case "$told $status" in
     "USR1 $TO_BE_CONTINUED" | "USR1 143" | "USR1 138") # it saved; or was told to end before that; or had not begun
         again "out of time" ;;

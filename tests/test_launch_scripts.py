@@ -30,7 +30,15 @@ RECIPES = (
 )
 OTHERS = [SCRIPTS / f"{name}.sh" for name in ("slurm_submit", "ray_up", "ray_down", "convert_hf")]
 # bash's and Slurm's, and what a script sets for its own parts
-NOT_OURS = {"BASH_SOURCE", "PWD", "SECONDS", "PYTHONPATH", "ROOT", "MEGATRON_STARE_ROOT"}
+NOT_OURS = {
+    "BASH_SOURCE",
+    "PWD",
+    "SECONDS",
+    "PYTHONPATH",
+    "ROOT",
+    "MEGATRON_STARE_ROOT",
+    "RAY_TMPDIR",
+}
 
 
 @pytest.fixture
@@ -499,3 +507,85 @@ def test_a_job_is_requeued_for_a_run_that_can_go_on(
     assert (said.read_text().split() if said.exists() else []) == (
         ["requeue", "12", "closed"] if requeued else []
     )
+
+
+@pytest.mark.parametrize(
+    ("restarts", "of_recipe", "stuck", "requeued"),
+    [
+        ("7", True, False, True),
+        ("7", True, True, False),  # the second start in a row without a checkpoint
+        ("0", True, False, False),  # nothing says that it was set up rightly
+        ("7", False, False, False),  # nothing would bound its starts
+    ],
+)
+def test_a_job_whose_nodes_do_not_join_is_requeued_if_it_has_run_before(
+    recorder: Path, restarts: str, of_recipe: bool, stuck: bool, requeued: bool
+) -> None:
+    folder = recorder.parent
+    name = "gtpo_qwen2.5_7b" if of_recipe else "run"
+    run_dir = folder / f"runs/{name}-12"
+    (run_dir / "checkpoints/step_000800").mkdir(parents=True)
+    mark = run_dir.with_name(f"{run_dir.name}.no-checkpoint")
+    if stuck:
+        mark.touch()
+    command(folder, "srun", "exec sleep 600")
+    command(
+        folder,
+        "scontrol",
+        f'if [ "$1" = show ]; then echo node1; else echo "$*" >>{folder}/told; fi',
+    )
+    command(folder, "python", f'case "$*" in *train*) touch {folder}/trained ;; *) echo 1 ;; esac')
+    (folder / "run.sh").write_text(f"touch {folder}/trained\n")
+    variables = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHON": str(recorder),
+        "WORK": str(folder),
+        "WAIT_S": "0",
+        "SLURM_RESTART_COUNT": restarts,
+        "SLURM_JOB_ID": "12",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
+    asked = [str(RUN), name] if of_recipe else [str(folder / "run.sh")]
+    done = subprocess.run(
+        ["bash", OTHERS[0], "--job", *asked],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert done.returncode == (0 if requeued else 2), done.stderr
+    assert "1 of 2 nodes have joined" in done.stderr
+    assert (folder / "told").exists() == requeued
+    assert mark.exists() == (requeued or stuck)
+    assert not (folder / "trained").exists()
+
+
+def test_a_python_that_is_named_relative_to_a_folder_is_found_from_others(recorder: Path) -> None:
+    folder = recorder.parent
+    (folder / "work").mkdir()
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "./python", "WORK": "work"}
+    done = subprocess.run(
+        ["bash", str(RUN), "gtpo_qwen2.5_7b"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"megatron_stare.cli\0train" in (folder / "calls").read_bytes()
+    shown = run(SCRIPTS / "ray_up.sh", recorder=recorder, DRY_RUN="1", HOSTS="a b", PYTHON="python")
+    assert f"PYTHON={recorder}" in shown.stdout
+
+
+def test_each_user_of_a_node_has_a_folder_of_rays(recorder: Path) -> None:
+    def folder_of(**variables: str) -> list[str]:
+        done = run(SCRIPTS / "ray_up.sh", recorder=recorder, DRY_RUN="1", **variables)
+        return re.findall(r"--temp-dir=(\S+)", done.stdout)
+
+    assert folder_of() == [f"/tmp/ray-{os.getuid()}"]
+    assert folder_of(RAY_TMP="/local/ray") == ["/local/ray"]
+    assert folder_of(RAY_TMPDIR="/local") == ["/local/ray"]  # Ray's own variable
+    assert folder_of(HEAD="node1") == []  # the head's holds on all nodes
