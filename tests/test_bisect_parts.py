@@ -121,6 +121,15 @@ def test_a_gate_that_is_not_where_its_entropy_has_it_is_named_though_the_record_
     assert contradictions(lagged, method, record(1.0, 1.0)) == {}  # it reads the step before
 
 
+def test_a_gate_that_predictive_control_holds_open_above_the_target_is_no_fault() -> None:
+    overrides = [f"model.path={MODEL}", "algorithm={name: stare_predictive, entropy_target: 1.0}"]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    step = {**row(12), "entropy/target": 1.0, "stare/gate": 1.0}  # its entropy is 1.1
+    method = config.algorithm.method
+    assert contradictions(config, method, [{**step, "predictive/active": 1.0}]) == {}
+    assert contradictions(config, method, [{**step, "predictive/active": 0.0}]).keys() == {"gate"}
+
+
 def test_the_change_that_is_the_record_is_named() -> None:
     """And not one that comes near: a change is named for more equal steps than nothing changed
     has."""

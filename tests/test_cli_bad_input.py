@@ -4,6 +4,7 @@ started."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -207,6 +208,16 @@ def test_a_log_prob_pass_that_is_needed_is_not_skipped(
     assert message in error
     assert "statistics.gate: " in error
     assert "set statistics.gate=exact" in error
+
+
+def test_predictive_control_of_micro_batches_is_refused_with_a_setting_that_exists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = dry(capsys, "algorithm=stare_predictive", "statistics.scope=micro_batch")
+    (setting,) = re.findall(r"fix: (statistics\.scope=\w+)$", error, re.M)
+    path = f"model.path={ROOT / 'assets/tiny-adder'}"
+    wanted = [path, "algorithm=stare_predictive", setting]
+    assert main(["train", QUICKSTART, *wanted, "--dry-run"]) == 0
 
 
 def test_a_log_prob_pass_that_nobody_reads_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:

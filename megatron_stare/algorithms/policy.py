@@ -108,7 +108,11 @@ class PolicyGradient(Method):
     def __post_init__(self) -> None:
         by_constant = self.aggregation in BY_CONSTANT
         if by_constant != (self.length_norm is not None):
-            need = "needs length_norm" if by_constant else "does not use length_norm; leave it null"
+            need = (
+                "needs length_norm"
+                if by_constant
+                else "does not use length_norm; set length_norm=null"
+            )
             raise ValueError(f"aggregation {self.aggregation} {need}")
         if self.length_norm is not None and self.length_norm < 1:
             raise ValueError("length_norm must be at least 1 token")

@@ -353,7 +353,7 @@ def check_statistics(config: Config, method: Method) -> None:
             f"{config.algorithm.name} forecasts the entropy change of a selection over the whole"
             " batch",
             where="statistics.scope",
-            fix="statistics.scope=batch",
+            fix="statistics.scope=global",
         )
     if not config.skips_log_prob_pass or config.supervised:
         return

@@ -411,8 +411,9 @@ def test_no_operator_is_the_baseline() -> None:
 
 
 def test_methods_that_select_by_the_policy_of_the_update_do() -> None:
+    selecting = ("stapo", "twenty_entropy", "kl_cov", "clip_cov")
     for name in RECIPES:
-        by_current = loaded(name).algorithm.name in ("stapo", "twenty_entropy")
+        by_current = loaded(name).algorithm.name in selecting
         assert (loaded(name).statistics.surprisal == "current") == by_current, name
 
 

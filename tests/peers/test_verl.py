@@ -112,7 +112,9 @@ def test_to_release_0_7_the_norm_forgot_the_number_of_responses() -> None:
 @pytest.mark.parametrize("spread", [True, False])
 def test_advantages(spread: bool) -> None:
     batch = padded()
-    settings = {"name": "grpo"} if spread else {"name": "dr_grpo"}
+    key, value = row_of("from_verl.md", "algorithm.norm_adv_by_std_in_grpo")[1:3]
+    named = dict(pair.strip().split(": ") for pair in value.split(";"))
+    settings = {"name": "grpo", key.strip("` ").partition(".")[2]: named[str(spread).lower()]}
     rewards = torch.zeros_like(batch.mask)
     rewards[:, 0] = rollout_batch(batch).rewards.double()
     theirs, _ = core.compute_grpo_outcome_advantage(
@@ -168,31 +170,38 @@ def test_cispo() -> None:
     assert_equal(our_loss(settings, batch), loss, now)
 
 
-def test_kl_cov_of_a_first_update_and_its_unbounded_ratio() -> None:
-    batch = padded(moved=False)
+@pytest.mark.parametrize("moved", [False, True])
+def test_kl_cov_of_a_first_and_a_later_update_and_its_unbounded_ratio(moved: bool) -> None:
+    batch = padded(1.5, moved=moved)
     policy = workers.PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.1, ppo_kl_coef=0.5)
     settings = {"name": "kl_cov", "share": 0.1, "coef": 0.5}
     loss, now = their_loss("kl_cov", batch, advantages(settings, batch), policy_loss=policy)
-    # |x| has no slope at 0 on either side: the policy moves by next to nothing
-    assert_equal(our_loss(settings, batch), loss, now)
+    # |x| has no slope at 0 on either side: a first update moves the policy by next to nothing
+    assert_equal(our_loss(settings, batch, "current"), loss, now)
+    if moved:  # which the covariances of the log-prob pass do not give
+        assert not torch.allclose(
+            our_loss(settings, batch)[1], our_loss(settings, batch, "current")[1]
+        )
     far = Padded(**{**vars(batch), "old": batch.old - 22.0})
     loss, _ = their_loss("kl_cov", far, advantages(settings, far), policy_loss=policy)
     ours, *_ = our_loss(settings, far)
     assert abs(loss.item()) > 5 * abs(ours.item())
 
 
-def test_clip_cov_that_draws_all_candidates() -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_clip_cov_that_draws_all_candidates(moved: bool) -> None:
     """The draw itself is another one: seeded here, and of the batch."""
-    batch = padded(moved=False)
+    batch = padded(3.0, moved=moved)
     policy = workers.PolicyLossConfig(
         loss_mode="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=3.0
     )
     settings = {"name": "clip_cov", "share": 1.0, "cov_low": 0.2, "cov_high": 3.0}
-    bounds = {"clip_ratio_low": 1.0, "clip_ratio_high": 1.0}
+    bounds = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.3}
+    settings |= {"clip_low": 0.3, "clip_high": 0.3}
     loss, now = their_loss(
         "clip_cov", batch, advantages(settings, batch), policy_loss=policy, **bounds
     )
-    ours = our_loss(settings, batch)
+    ours = our_loss(settings, batch, "current")
     assert (ours[1] == 0).sum() > (batch.mask == 0).sum()
     assert_equal(ours, loss, now)
 

@@ -89,9 +89,13 @@ def advantages(settings: dict[str, Any], batch: Padded) -> Tensor:
     return build_method(settings).judge(rollout_batch(batch)).advantages
 
 
-def our_loss(settings: dict[str, Any], batch: Padded) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of the whole batch as one update, and its gradients [B, T] in `now` and
-    `entropy`."""
+def our_loss(
+    settings: dict[str, Any], batch: Padded, surprisal: str = "old"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of the whole batch as one update, and its gradients [B, T] in `now` and `entropy`.
+
+    surprisal: "current" selects by the policy that is updated, as `statistics.surprisal` does.
+    """
     method, records = build_method(settings), rollout_batch(batch)
     judged = method.judge(records)
     row, position = batch.mask.nonzero(as_tuple=True)
@@ -119,6 +123,7 @@ def our_loss(settings: dict[str, Any], batch: Padded) -> tuple[Tensor, Tensor, T
         num_groups=len(REWARDS),
         max_length=batch.mask.shape[1],
         step=1,
+        selection_log_prob=tokens(batch.now) if surprisal == "current" else None,
     )
     statistics = gather_statistics(lambda known: method.requests(held, known), None)
     state = {

@@ -112,6 +112,8 @@ def contradictions(
     if not (read and has_gate(method)) or config.skips_log_prob_pass:
         return {}
     for row in record:
+        if row.get("predictive/active") == 1:
+            continue  # predictive control opens the gate above the target, too
         entropy, target, gate = (
             row.get(name, math.nan) for name in ("entropy/mean", "entropy/target", "stare/gate")
         )
