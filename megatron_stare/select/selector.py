@@ -34,7 +34,7 @@ _LARGEST_INDEX = 2**32  # ordering keys hold an index in 32 bits
 _FAULTS = {
     1: "log_probs or entropies of masked tokens are NaN or infinite",
     2: "advantages of masked tokens are NaN or infinite",
-    3: "an index is negative, or 2^32 or larger",
+    3: "a row, a sequence or an index is negative, or an index is 2^32 or larger",
 }
 
 
@@ -131,7 +131,7 @@ class Selector:
             sequence, index, number = self._numbered(mask, rows, fault)
         else:
             assert sequence is not None and index is not None
-            if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < _LARGEST_INDEX:
+            if _least(index) < 0 or _most(index) >= _LARGEST_INDEX or _least(sequence) < 0:
                 fault = 3
             number = self._largest([fault, _most(sequence) + 1], mask.device)[1]
         columns = (log_probs, entropies, advantages, mask, sequence, index)
@@ -223,6 +223,8 @@ class Selector:
         if rows is None:
             rows = torch.arange(here, device=device) + self._rows_before(here, device)
         rows = rows.to(device)
+        if _least(rows) < 0:
+            fault = 3
         _, number, width = self._largest([fault, _most(rows) + 1, mask.shape[1]], device)
         if number * width > _LARGEST_INDEX or number > 2**26:
             raise DataError(
@@ -270,6 +272,10 @@ class Selector:
 
 def _most(numbers: Tensor) -> int:
     return int(numbers.max()) if numbers.numel() else 0
+
+
+def _least(numbers: Tensor) -> int:
+    return int(numbers.min()) if numbers.numel() else 0
 
 
 def _token_batch(columns: list[Tensor], number: int) -> TokenBatch:

@@ -102,9 +102,20 @@ def test_flat_input_equals_padded_input() -> None:
 def test_an_index_that_no_key_can_hold_is_refused(index: int) -> None:
     numbers = torch.tensor([0, index])
     flat = {name: torch.ones(2) for name in ("entropies", "advantages", "mask")}
-    with pytest.raises(DataError, match="an index is negative, or 2\\^32 or larger"):
+    with pytest.raises(DataError, match="or an index is 2\\^32 or larger"):
         Selector("stare").update(
             -torch.ones(2), **flat, sequence=torch.zeros(2, dtype=torch.int64), index=numbers
+        )
+
+
+def test_a_negative_row_or_sequence_is_refused_before_any_rank_computes() -> None:
+    (batch,) = drawn(1)
+    with pytest.raises(DataError, match="a row, a sequence or an index is negative"):
+        Selector().update(**batch, rows=torch.tensor([0, 1, 2, 3, 4, -1]))
+    flat = {name: torch.ones(2) for name in ("entropies", "advantages", "mask")}
+    with pytest.raises(DataError, match="a row, a sequence or an index is negative"):
+        Selector("stare").update(
+            -torch.ones(2), **flat, sequence=torch.tensor([0, -1]), index=torch.arange(2)
         )
 
 
