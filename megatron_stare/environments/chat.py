@@ -45,12 +45,14 @@ def read_calls(text: str) -> list[Call | Malformed]:
     """Returns the tool calls in the text of a turn, in the order in which they occur.
 
     `read_calls` accepts the same format as SGLang's detector `qwen25`. For each malformed call,
-    `read_calls` returns a `Malformed` object, but SGLang's detector returns nothing.
+    `read_calls` returns a `Malformed` object, but SGLang's detector returns nothing. A call with
+    half of a surrogate pair (the JSON escape of half an emoji) is malformed, too.
     """
     found: list[Call | Malformed] = []
     for body in _CALL.findall(text):
         try:
             read = json.loads(body.strip())
+            json.dumps(read, ensure_ascii=False).encode()  # half of a character cannot be encoded
         except (ValueError, RecursionError) as error:
             found.append(Malformed(body, f"not JSON: {error}"))
             continue
@@ -148,7 +150,10 @@ class ChatFormat:
                 roles, such as "user". At least one message.
         """
         whole = self._rendered(
-            [{**message, "content": self._harmless(message["content"])} for message in messages]
+            [
+                {**message, "content": self._harmless(encodable(message["content"]))}
+                for message in messages
+            ]
         )
         text = whole[self._turn_end(whole, whole.rfind(_MARK))[1] :]
         return self._tokenizer(text, add_special_tokens=False).input_ids, text
@@ -253,6 +258,12 @@ class ChatFormat:
     def _harmless(self, answer: str) -> str:
         # An answer must not contain the mark of the call either, which is searched from the right.
         return _broken(answer, [_MARK, *self._marks])
+
+
+def encodable(text: str) -> str:
+    """Returns the text with "?" for each half of a surrogate pair, which tokenizers and files
+    refuse. A service that cuts texts at UTF-16 units may send such a half."""
+    return text.encode(errors="replace").decode()
 
 
 def _tool_answer(text: str) -> dict[str, str]:

@@ -10,15 +10,17 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import heapq
 import inspect
 import itertools
 import json
 import math
 import re
+import threading
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,7 +28,14 @@ from pydantic import Field, ValidationError, validate_call
 from transformers.utils import get_json_schema
 
 from megatron_stare.config.schema import Config
-from megatron_stare.environments.chat import THOUGHT, Call, ChatFormat, Malformed, read_calls
+from megatron_stare.environments.chat import (
+    THOUGHT,
+    Call,
+    ChatFormat,
+    Malformed,
+    encodable,
+    read_calls,
+)
 from megatron_stare.environments.environment import (
     WHERE,
     Environment,
@@ -103,10 +112,15 @@ class FolderSearch:
                 where=f"{WHERE}.tools",
                 fix="name a folder of .txt or .md files",
             )
-        self._counts = [Counter(_words(passage)) for _, passage in self._passages]
-        self._lengths = [sum(counts.values()) for counts in self._counts]
+        self._lengths: list[int] = []
+        # by word, the passages that have it, and how often
+        self._having: dict[str, list[tuple[int, int]]] = {}
+        for number, (_, passage) in enumerate(self._passages):
+            words = _words(passage)
+            self._lengths.append(len(words))
+            for word, count in Counter(words).items():
+                self._having.setdefault(word, []).append((number, count))
         self._mean = sum(self._lengths) / len(self._lengths)
-        self._having = Counter(word for counts in self._counts for word in counts)
 
     def __call__(self, query: str) -> str:
         """
@@ -115,19 +129,17 @@ class FolderSearch:
         Args:
             query: The words to search for.
         """
-        scores = [self._score(number, set(_words(query))) for number in range(len(self._counts))]
-        best = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
-        found = [self._passages[each] for each in best[: self._results] if scores[each] > 0]
-        return "\n\n".join(f"[{name}] {passage}" for name, passage in found) or "Nothing was found."
-
-    def _score(self, number: int, words: set[str]) -> float:
-        counts, total = self._counts[number], 0.0
-        weight = self._K * (1 - self._B + self._B * self._lengths[number] / self._mean)
-        for word in sorted(words & counts.keys()):
+        scores: dict[int, float] = {}
+        for word in sorted(set(_words(query)) & self._having.keys()):
             having = self._having[word]
-            rarity = math.log(1 + (len(self._counts) - having + 0.5) / (having + 0.5))
-            total += rarity * counts[word] * (self._K + 1) / (counts[word] + weight)
-        return total
+            rarity = math.log(1 + (len(self._passages) - len(having) + 0.5) / (len(having) + 0.5))
+            for number, count in having:
+                weight = self._K * (1 - self._B + self._B * self._lengths[number] / self._mean)
+                score = rarity * count * (self._K + 1) / (count + weight)
+                scores[number] = scores.get(number, 0.0) + score
+        best = heapq.nsmallest(self._results, scores, key=lambda each: (-scores[each], each))
+        found = [self._passages[each] for each in best]
+        return "\n\n".join(f"[{name}] {passage}" for name, passage in found) or "Nothing was found."
 
 
 def _words(text: str) -> list[str]:
@@ -248,7 +260,7 @@ class Tools(Environment):
         self._max_turns, self._max_calls, self._turn_tokens = max_turns, max_calls, turn_tokens
         self._call_seconds, self._seconds = call_seconds, seconds
         self._characters = answer_characters
-        self._threads = ThreadPoolExecutor(THREADS, "tool")
+        self._threads = _Threads(THREADS)
         self._held: set[Future[Any]] = set()  # calls that outlast their time
         self._tools: dict[str, Tool] = {}
         for kind in kinds:
@@ -339,7 +351,7 @@ class Tools(Environment):
             if isinstance(answer, BaseException):
                 raise answer
         return [
-            answer._replace(text=self._shortened(answer.text))
+            answer._replace(text=self._shortened(encodable(answer.text)))
             for answer in answers
             if not isinstance(answer, BaseException)
         ]
@@ -407,7 +419,7 @@ class Tools(Environment):
             )
             try:
                 if inspect.iscoroutinefunction(called):
-                    working = asked()
+                    working = _awaited(asked)
                 else:
                     starts = asyncio.Event()
                     thread = self._threads.submit(
@@ -445,7 +457,61 @@ def _announced(
     function."""
     with contextlib.suppress(RuntimeError):  # a loop that is closed waits for no call
         loop.call_soon_threadsafe(starts.set)
-    return asked()
+    with _staying():
+        return asked()
+
+
+async def _awaited(asked: Callable[[], Awaitable[Any]]) -> Any:
+    with _staying():
+        return await asked()
+
+
+@contextlib.contextmanager
+def _staying() -> Iterator[None]:
+    """Context in which `exit()` becomes a RuntimeError. An event loop lets SystemExit end the
+    process, for example when a calculator evaluates `exit()` that the policy wrote."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"the tool tried to end the process ({error.code})") from error
+
+
+class _Threads:
+    """Runs calls in at most `most` daemon threads.
+
+    A ThreadPoolExecutor would keep a finished process alive until its last call has returned.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Starts a call, or queues it if no thread is free. Returns the future of its result."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append((future, functools.partial(function, *arguments)))
+            if self._free:
+                self._free -= 1
+                threading.Thread(target=self._work, name="tool", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free += 1
+                    return
+                future, call = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
 
 class Tool:
@@ -480,15 +546,20 @@ def _checker(function: Callable[..., Any]) -> Callable[..., None]:
 
 def _disguise(stub: Any, function: Callable[..., Any]) -> None:
     """Gives `stub` the name, docstring and parameters of `function`, except for the parameter that
-    receives the call's id."""
-    inner = function if inspect.isroutine(function) else type(function).__call__
-    bound = inspect.signature(function)
-    kept = [each for each in bound.parameters.values() if each.name != CALL_ID]
+    receives the call's id, and for parameters that the configuration has set."""
+    inner, left_out = function, {CALL_ID}
+    if isinstance(function, functools.partial):
+        inner, left_out = function.func, {CALL_ID, *function.keywords}
+    elif not inspect.isroutine(function):
+        inner = type(function).__call__
+    parameters = inspect.signature(function).parameters
+    kept = [each for name, each in parameters.items() if name not in left_out]
     hints = inspect.get_annotations(inner, eval_str=True)
     stub.__name__ = stub.__qualname__ = str(getattr(function, "__name__", type(function).__name__))
     stub.__doc__ = inner.__doc__
-    stub.__annotations__ = {name: hints[name] for name in hints if name in bound.parameters}
-    stub.__annotations__.pop(CALL_ID, None)
+    stub.__annotations__ = {
+        name: hints[name] for name in hints if name in parameters and name not in left_out
+    }
     stub.__signature__ = inspect.Signature(
         [each.replace(annotation=hints.get(each.name, each.empty)) for each in kept]
     )
@@ -530,11 +601,12 @@ def _read_tool(extension: Extension) -> ToolKind:
     if not isinstance(once, bool):
         raise ConfigError(f"once is {once!r}", where=where, fix="once: true or once: false")
     found = resolve(extension.name, TOOLS, where)
-    given = settings_of(Extension(extension.name, settings), found, where)
+    given = settings_of(Extension(extension.name, settings), found, where, (CALL_ID,))
     if isinstance(found, type):
         found = found(**given)
     elif given:
-        found = functools.wraps(found)(functools.partial(found, **given))
+        found = functools.update_wrapper(functools.partial(found, **given), found)
+        del found.__wrapped__  # signatures would be those of the function without its settings
     return ToolKind(*_described(found, extension.name, where), found, once)
 
 

@@ -532,9 +532,13 @@ class ClosingStack(contextlib.ExitStack):
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Works like asyncio.run. Runs a coroutine to completion in a new event loop, and then cancels
-    all unfinished tasks of this event loop. Signals have the same effect as in `run_on`."""
-    loop = asyncio.new_event_loop()
+    """Runs a coroutine to completion in the thread's event loop, and then cancels all unfinished
+    tasks of this event loop. Signals have the same effect as in `run_on`.
+
+    Every call of a thread uses the same event loop, unlike asyncio.run. Thus a client or a
+    semaphore that a user's environment keeps also works in the next step.
+    """
+    loop = _of_thread.kept.loop
     try:
         return run_on(loop, make)
     finally:
@@ -543,9 +547,24 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
             task.cancel()
         if left:
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+
+
+class _KeptLoop:
+    """An event loop that is closed when its thread has ended."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def __del__(self) -> None:
+        self.loop.close()
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.kept = _KeptLoop()
+
+
+_of_thread = _OfThread()
 
 
 def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -21,8 +21,12 @@ Record = dict[str, Any]
 
 def to_line(record: Mapping[str, Any]) -> str:
     """Returns the record as one line of strict JSON, including the newline. Writes NaN and
-    infinities, which JSON lacks, as null."""
-    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    infinities, which JSON lacks, as null. Writes characters as they are, or as escapes if the
+    record has half of a surrogate pair, which UTF-8 lacks."""
+    line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    if line.isascii() or line.encode(errors="replace").decode() == line:
+        return line
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
 
 
 def read_jsonl(path: Path) -> list[Record]:

@@ -124,3 +124,44 @@ def reads(path: str) -> str:
     """
     with open(path) as file:
         return file.read()
+
+
+def looks_up(word: str, *, table: str, call_id: str) -> str:
+    """
+    Looks a word up.
+
+    Args:
+        word: the word
+        table: the table, a setting
+    """
+    return f"{table}:{word}"
+
+
+def described(word: str, *, table: str) -> str:
+    return f"{table}:{word}"
+
+
+described.schema = {
+    "type": "function",
+    "function": {"name": "described", "parameters": {"type": "object"}},
+}
+
+
+def evaluates(text: str) -> str:
+    """
+    Evaluates an expression.
+
+    Args:
+        text: the expression
+    """
+    return str(eval(text))
+
+
+async def evaluates_later(text: str) -> str:
+    """
+    Evaluates an expression.
+
+    Args:
+        text: the expression
+    """
+    return str(eval(text))

@@ -360,6 +360,101 @@ def test_an_error_that_ends_the_run_is_not_answered_to_the_one_that_is_resumed(
     assert [t.reward for t in made] == [1.0] * 3
 
 
+def test_errors_of_an_outage_are_taken_back_from_responses_that_another_one_cancels(
+    tmp_path: Path,
+) -> None:
+    """All calls fail; the error of prompt 0 ends the run when the others' errors are on disk."""
+
+    class Down(Search):
+        up, idempotent = False, True
+
+        async def search(self, request: Any, call: str) -> str:
+            said = await super().search(request, call)
+            if self.up:
+                return said
+            while request["prompt"] == "0" and errors(tmp_path / "calls") < 2:
+                await asyncio.sleep(0)
+            raise OSError("nobody is there")
+
+    def errors(folder: Path) -> int:
+        return sum("error" in each for each in lines(folder)) if folder.exists() else 0
+
+    class Waits(Down):
+        """Whose responses but the first have been told of their error, and have not ended."""
+
+        async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+            try:
+                return await super().run(prompt, generate)
+            except CallFailedError:
+                if prompt.id != "0":
+                    await asyncio.Event().wait()
+                raise
+
+    environment = Waits()
+    with pytest.raises(CallFailedError, match="nobody is there"):
+        rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(), 1, PARAMS)
+    assert errors(tmp_path / "calls") == 3
+    environment.up = True
+    made = rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(), 1, PARAMS)
+    assert [t.reward for t in made] == [1.0] * 3
+
+
+def test_a_later_turn_keeps_the_errors_that_the_environment_caught(tmp_path: Path) -> None:
+    """They are in the context of that turn, which would otherwise not be repeated."""
+
+    class Leaves(Failing):
+        async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+            found = await super().run(prompt, generate)
+            if prompt.id == "0":
+                raise OSError("the environment itself fails")
+            return found
+
+    environment = Leaves()
+    with pytest.raises(OSError, match="itself fails"):
+        rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(1), 1, PARAMS)
+    written = lines(tmp_path / "calls")
+    assert any("error" in each for each in written)
+    assert not any("taken_back" in each for each in written)
+
+
+def test_what_an_environment_keeps_serves_in_every_step() -> None:
+    """A semaphore belongs to the event loop in which it first made somebody wait."""
+
+    class Limited(Search):
+        async def search(self, request: Any, call: str) -> str:
+            async with self.limit:
+                await asyncio.sleep(0)
+                return await super().search(request, call)
+
+    environment = Limited()
+    environment.limit = asyncio.Semaphore(1)
+    made = rollouts(environment)
+    for _ in range(3):
+        assert len(made.make(prompts(), 2, PARAMS)) == 6
+
+
+def test_an_environment_or_a_tool_that_exits_is_an_error() -> None:
+    """Otherwise the process ends with the code of a run that is done."""
+
+    class Exits(Search):
+        where = "run"
+
+        async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+            if self.where == "run":
+                sys.exit()
+            return await super().run(prompt, generate)
+
+        async def search(self, request: Any, call: str) -> str:
+            sys.exit()
+
+    environment = Exits()
+    with pytest.raises(UserError, match="the environment tried to end the process"):
+        rollouts(environment).make(prompts(), 1, PARAMS)
+    environment.where = "search"
+    with pytest.raises(CallFailedError, match="SystemExit"):
+        rollouts(environment).make(prompts(), 1, PARAMS)
+
+
 def test_calls_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
     class Both(Search):
         async def run(self, prompt: Prompt, generate: Any) -> Trajectory:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import random
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
 from megatron_stare.rollout.sources.under_way import UnderWay
+from megatron_stare.run_dir.json_lines import read_jsonl, write_atomically
 from megatron_stare.run_dir.rollout_files import rollout_rows
 
 ROOT = Path(__file__).parents[2]
@@ -293,6 +298,66 @@ def test_a_tool_is_given_its_calls_id_and_once_means_never_again() -> None:
     assert answers(run(tools(tools=made), script))[0].startswith("Error: argument call_id")
 
 
+@pytest.mark.parametrize("name", ["evaluates", "evaluates_later"])
+def test_a_tool_that_exits_is_a_fault_of_its_call(name: str) -> None:
+    script = Script(
+        call(name, text="exit()"), call(name, text="exit(3)"), call(name, text="2"), "d"
+    )
+    assert answers(run(tools(tools=[f"{OWN}:{name}"]), script)) == [
+        "Error: RuntimeError: the tool tried to end the process (None)",
+        "Error: RuntimeError: the tool tried to end the process (3)",
+        "2",
+    ]
+
+
+@pytest.mark.parametrize("name", ["looks_up", "described"])
+def test_a_setting_of_a_function_is_no_argument_of_its_calls(name: str) -> None:
+    environment = tools(tools=[{"name": f"{OWN}:{name}", "table": "mine"}])
+    (schema,) = environment._format._tools
+    assert "table" not in json.dumps(schema["function"]["parameters"])
+    turns = call(name, word="x"), call(name, word="x", table="other"), "done"
+    assert answers(run(environment, Script(*turns))) == [
+        "mine:x",
+        "Error: argument table: Unexpected keyword argument",
+    ]
+
+
+def test_half_of_a_character_is_neither_asked_nor_answered(tmp_path: Path) -> None:
+    """Tokenizers and files refuse it. A service that cuts texts as JavaScript does answers it."""
+    environment = tools(tools=[f"{OWN}:repeats", f"{OWN}:evaluates"])
+    asked = call("repeats", text="\ud83d")
+    assert "\\ud83d" in asked  # as JSON writes it, and a policy may
+    turns = asked, call("evaluates", text="'a' + chr(0xd83d)"), call("repeats", text="\U0001f600")
+    found = run(environment, Script(*turns, "done"))
+    first, second, third = answers(found)
+    assert first.startswith("Error: the call cannot be read")
+    assert second == "a?" and "\\ud83d\\ude00" in third
+    row = {"calls": found.calls, "note": "\ud83d"}
+    write_atomically(tmp_path / "rows.jsonl", [row])
+    (read,) = read_jsonl(tmp_path / "rows.jsonl")
+    assert read == json.loads(json.dumps(row))
+
+
+def test_a_call_that_never_returns_does_not_keep_a_finished_process() -> None:
+    program = """
+import sys
+from environments.test_tool_environment import Script, answers, call, run, tools, OWN
+found = run(tools(tools=[f"{OWN}:evaluates"], call_seconds=0.05),
+            Script(call("evaluates", text="__import__('threading').Event().wait()"), "done"))
+print(*answers(found))
+"""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "Error: no answer in 0.05 seconds"
+
+
 def test_no_text_of_a_tool_is_a_token_of_the_template() -> None:
     marks = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "</tool_response>", "<tool_call>")
     environment = tools(tools=[f"{OWN}:repeats"])
@@ -348,7 +413,7 @@ def test_a_call_that_waits_for_a_thread_loses_none_of_its_time(tmp_path: Path) -
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     environment = tools(tools=[f"{OWN}:reads", f"{OWN}:add"], call_seconds=0.05)
-    environment._threads = ThreadPoolExecutor(1)
+    environment._threads = tools_module._Threads(1)
 
     def lets_go() -> None:
         while not environment._held:
@@ -368,14 +433,14 @@ def test_a_call_that_waits_for_a_thread_is_not_made_if_its_response_is_cut(tmp_p
     pipe, mark = tmp_path / "pipe", tmp_path / "mark"
     os.mkfifo(pipe)
     environment = tools(tools=[f"{OWN}:reads", f"{OWN}:marks"])
-    environment._threads = threads = ThreadPoolExecutor(1)
+    environment._threads = threads = tools_module._Threads(1)
 
     def begin(one: str) -> asyncio.Task[Trajectory]:
         return asyncio.create_task(environment.run(prompt(environment), Script(one, "done")))
 
     async def cut() -> None:
         holds, waits = begin(call("reads", path=str(pipe))), begin(call("marks", path=str(mark)))
-        while not threads._work_queue.qsize():
+        while not threads._waiting:
             await asyncio.sleep(0)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -384,7 +449,7 @@ def test_a_call_that_waits_for_a_thread_is_not_made_if_its_response_is_cut(tmp_p
         await holds
 
     asyncio.run(cut())
-    threads.shutdown(wait=True)
+    threads.submit(str).result(timeout=60)  # the only thread has come to the calls before this one
     assert not mark.exists()
 
 
@@ -596,3 +661,28 @@ def test_search_finds_the_passage_that_fits_best(tmp_path: Path) -> None:
     made = [{"name": "search", "folder": str(tmp_path), "results": 1}]
     found = run(tools(tools=made), Script(call("search", query="sea"), "done"))
     assert answers(found) == ["[a.txt] Elbonia has no sea."]
+
+
+def test_search_ranks_as_its_formula_does(tmp_path: Path) -> None:
+    """BM25 of every passage, written out."""
+    draw = random.Random(5)
+    passages = [[f"w{draw.randrange(30)}" for _ in range(draw.randrange(1, 40))] for _ in range(99)]
+    (tmp_path / "a.txt").write_text("\n\n".join(map(" ".join, passages)))
+    search = FolderSearch(folder=str(tmp_path), results=4)
+    mean = sum(map(len, passages)) / len(passages)
+
+    def score(passage: list[str], words: set[str]) -> float:
+        total = 0.0
+        for word in sorted(words):
+            having = sum(word in each for each in passages)
+            rarity = math.log(1 + (len(passages) - having + 0.5) / (having + 0.5))
+            weight = 1.2 * (1 - 0.75 + 0.75 * len(passage) / mean)
+            total += rarity * passage.count(word) * 2.2 / (passage.count(word) + weight)
+        return total
+
+    for _ in range(50):
+        words = {f"w{draw.randrange(33)}" for _ in range(draw.randrange(1, 5))}
+        scores = [score(each, words) for each in passages]
+        best = sorted(range(len(passages)), key=lambda n: (-scores[n], n))[:4]
+        wanted = [" ".join(passages[n]) for n in best if scores[n] > 0]
+        assert re.findall(r"\[a.txt\] (.*)", search(" ".join(words))) == wanted

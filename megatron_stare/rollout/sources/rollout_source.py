@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megatron_stare.environments.environment import WHERE, Environment
-from megatron_stare.errors import DataError
+from megatron_stare.errors import DataError, UserError
 from megatron_stare.process.interruption import run_whole
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -318,6 +318,13 @@ class Rollouts:
                 return
             except ResponseGivenUp:
                 trajectory = response.give_up()
+            except SystemExit as error:  # would end the process as if the run were done
+                await turns.take_back_failures()
+                raise UserError(
+                    f"the environment tried to end the process ({error.code})",
+                    where=f"{WHERE}, prompt {prompt.id}",
+                    fix="raise an error, or return the response",
+                ) from error
             except Exception:
                 await turns.take_back_failures()
                 raise
@@ -326,6 +333,7 @@ class Rollouts:
                     judging.give_up(prompt.cursor)
                     self.calls.forget(response.key)
                     return
+                await turns.take_back_failures()
                 raise
             finally:
                 del sampling[number]

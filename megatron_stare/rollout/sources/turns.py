@@ -90,6 +90,7 @@ class Turns:
             left = min(left, self._longest - len(context))
         if left < 1:
             return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
+        self._failed.clear()  # the environment has caught these errors
         call, limit = next(self._turns), min(left, max_new_tokens or left)
         pauses = may_complete(stops, self._tokenizer) if stops else ()
         answer = response.answer(call, context)
@@ -173,8 +174,9 @@ class Turns:
             call = await self._journal.begin(key, number, asked, made)
         try:
             outcome = {"answer": await tool(request, call.id)}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             outcome = {"error": f"{type(error).__name__}: {error}"}
+            self._failed.append(call)  # first, as this may be cancelled while the record is written
         text = _json(outcome, "a tool answered", where)
         await self._journal.end(key, call, json.loads(text))
         return self._said(call, where)
@@ -184,7 +186,8 @@ class Turns:
         error."""
         assert call.outcome is not None
         if "error" in call.outcome:
-            self._failed.append(call)
+            if call not in self._failed:
+                self._failed.append(call)
             raise CallFailedError(
                 f"the tool failed: {call.outcome['error']}",
                 where=where,
@@ -193,13 +196,16 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown. This method is called after an error
-        has ended the environment. A failed tool call may have caused the error. If the journal kept
+        """Marks the outcomes of failed tool calls as unknown, except for calls before the last
+        turn, whose errors the environment has caught.
+
+        This method is called after an error has ended the environment, or an error of another
+        response has cancelled it. A failed tool call may have caused the error. If the journal kept
         the outcome of the failed tool call, every resumed run would receive the same tool error
-        again."""
+        again.
+        """
         for call in self._failed:
-            if call.outcome is not None:
-                await self._journal.take_back(self._response.key, call)
+            await self._journal.take_back(self._response.key, call)
 
     def check_repeated(self) -> None:
         """Raises DataError if the environment ran again and made fewer calls than before."""
