@@ -1,18 +1,21 @@
-"""Sources that generate their problems, where problems are too long."""
+"""Sources that generate their problems: problems that are too long, and questions of reasoning-gym
+that another process must make alike."""
 
 from __future__ import annotations
 
 import json
+import random
 from typing import ClassVar
 
 import pytest
 from support.char_tokenizer import char_tokenizer
 
 from megatron_stare.config.load import validate
+from megatron_stare.data import reasoning_gym
 from megatron_stare.data.generated import GeneratedPrompts, TaskProblem
 from megatron_stare.data.prompt_source import PromptQueue, held_out, make_source
 from megatron_stare.data.streams import counter_hash
-from megatron_stare.errors import DataError
+from megatron_stare.errors import ConfigError, DataError
 
 TOKENIZER = char_tokenizer()
 
@@ -109,3 +112,59 @@ def test_an_evaluation_asks_no_problem_twice_in_place_of_a_long_one():
         with pytest.raises(DataError, match=f"only {len(fit)} of the 30 problems fit") as error:
             held_out(config("drop"), TOKENIZER, wanted)
         assert error.value.where == "eval.prompts"
+
+
+class Question:
+    """A task of reasoning-gym whose questions depend on Python's global generator."""
+
+    def __getitem__(self, at):
+        return {"question": f"{at}+{random.randrange(10**9)}=", "answer": "1"}
+
+
+@pytest.fixture
+def gym(monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "_make_task", lambda *_: Question())
+    reasoning_gym.make_entry.cache_clear()
+    yield
+    reasoning_gym.make_entry.cache_clear()
+
+
+def questions(dataset):
+    data = {"source": {"name": "reasoning_gym", "dataset": dataset}}
+    made = make_source(validate({"model": {"path": "."}, "data": data}, "test"), TOKENIZER, "train")
+    return [prompt.text for prompt in made.take(3)]
+
+
+@pytest.mark.parametrize("seed", [None, "", "random"])
+def test_questions_that_depend_on_a_random_hash_seed_are_refused(gym, monkeypatch, seed):
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    for dataset in reasoning_gym.HASHED:
+        with pytest.raises(ConfigError, match="depend on Python's hash seed") as error:
+            questions(dataset)
+        assert error.value.where == "data.source.dataset"
+        assert "export PYTHONHASHSEED=0" in str(error.value.fix)
+    assert len(questions("chain_sum")) == 3
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert all(len(questions(dataset)) == 3 for dataset in reasoning_gym.HASHED)
+
+
+def test_questions_do_not_depend_on_the_global_generator(gym):
+    random.seed(1)
+    first = questions("list_functions")
+    drawn = random.random()
+    reasoning_gym.make_entry.cache_clear()
+    random.seed(1)
+    assert random.random() == drawn  # making questions drew nothing
+    assert questions("list_functions") == first
+    assert len({text.split("+")[1] for text in first}) == 3
+
+
+def test_another_question_than_the_prompts_says_what_to_make_equal(gym):
+    made_from = {"dataset": "chain_sum", "settings": "{}", "seed": 0, "at": 0, "question": "other"}
+    with pytest.raises(
+        ValueError, match="one release of reasoning-gym and one value of PYTHONHASHSEED"
+    ):
+        reasoning_gym.verify("", "", columns={reasoning_gym.COLUMN: made_from})
