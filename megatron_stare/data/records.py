@@ -258,6 +258,8 @@ def record_of(
         )
     if isinstance(answer, float) and not math.isfinite(answer):
         raise DataError(f"{answer_key!r} is not a finite number", where=where)
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # verifiers that compare text expect 27, not 27.0
     name = next(
         (
             v
