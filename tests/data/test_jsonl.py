@@ -92,6 +92,17 @@ def test_a_whole_number_is_read_as_an_integer(tmp_path, written, read):
         (b'{"prompt": "a", "answer": "b", "id": 1.5}', "'id' must be a string or an integer"),
         (b'{"prompt": "\xff", "answer": "b"}', "not UTF-8 at byte 12"),
         (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "not readable JSON"),
+        (
+            b'{"prompt": "a\\ud83d b", "answer": "b"}',
+            r"'prompt' holds \\ud83d at character 1, which is half of a character",
+        ),
+        (
+            b'{"prompt": [{"role": "system", "content": "\\udc00"}, '
+            b'{"role": "user", "content": "b"}], "answer": "b"}',
+            r"'prompt' holds \\udc00 at character 0",
+        ),
+        (b'{"prompt": "a", "label": "12\\ud83d"}', r"'label' holds \\ud83d at character 2"),
+        (b'{"prompt": "a", "answer": "b", "id": "\\ud83d"}', r"'id' holds \\ud83d at character 0"),
         (b'{"prompt": "", "answer": "b"}', "no tokens"),
         (
             b'{"prompt": "12345678901234567", "answer": "b"}',
