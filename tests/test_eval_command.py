@@ -285,6 +285,23 @@ def test_what_is_there_is_not_done_again(
     )
 
 
+def test_a_group_that_was_sampled_again_replaces_the_former_one(tmp_path: Path) -> None:
+    """A verifier of groups judges all three samples anew when the third one is added."""
+    (tmp_path / "sized.py").write_text(
+        "def verify(responses, answer):\n    return [float(len(responses) == 3)] * len(responses)\n"
+    )
+    out = tmp_path / "out"
+    asked = (f"reward.verifier={tmp_path}/sized.py:verify", "eval.prompts=2", "eval.greedy=false")
+    two = evaluated(out, *asked, "eval.samples=2")["held-out"]
+    three = evaluated(out, *asked, "eval.samples=3")["held-out"]
+    assert (two["results"]["avg@2"]["value"], three["results"]["avg@3"]["value"]) == (0.0, 1.0)
+    assert evaluated(out, *asked, "eval.samples=3")["held-out"] == three
+    assert sorted(map(key, responses(out))) == [
+        ("held-out", False, prompt, sample) for prompt in range(2) for sample in range(3)
+    ]
+    assert {row["reward"] for row in responses(out)} == {1.0}
+
+
 def test_another_seed_is_another_evaluation(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
