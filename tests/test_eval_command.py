@@ -302,6 +302,29 @@ def test_a_group_that_was_sampled_again_replaces_the_former_one(tmp_path: Path) 
     assert {row["reward"] for row in responses(out)} == {1.0}
 
 
+def test_the_limit_of_failures_is_that_of_the_whole_evaluation(tmp_path: Path) -> None:
+    """Two of 40 responses may fail, however many are left for the resumed command."""
+    (tmp_path / "failing.py").write_text(
+        "from pathlib import Path\n\n\ndef verify(response, answer):\n"
+        "    for file in Path(__file__).parent.glob('fail-*'):\n"
+        "        file.unlink()\n        raise OSError\n    return 1.0\n"
+    )
+    verifier = f"reward.verifier={tmp_path}/failing.py:verify"
+    out, file = tmp_path / "out", tmp_path / "out/responses.jsonl"
+    asked = (verifier, "reward.workers=1", "eval.prompts=40", "eval.samples=1", "eval.greedy=false")
+    assert evaluated(out, *asked)["held-out"]["failures"] == 0
+    kept = file.read_text().splitlines(keepends=True)[:30]
+    file.write_text("".join(kept))
+    (tmp_path / "fail-1").touch()
+    assert evaluated(out, *asked)["held-out"]["failures"] == 1
+    failed = [line for line in file.read_text().splitlines(keepends=True) if "crash" in line]
+    file.write_text("".join(kept + failed))
+    for name in ("fail-1", "fail-2"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match="3 of 40 answers could not be verified, the limit is 5%"):
+        evaluated(out, *asked)
+
+
 def test_another_seed_is_another_evaluation(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
