@@ -285,6 +285,46 @@ def test_what_is_there_is_not_done_again(
     )
 
 
+def test_a_group_that_was_sampled_again_replaces_the_former_one(tmp_path: Path) -> None:
+    """A verifier of groups judges all three samples anew when the third one is added."""
+    (tmp_path / "sized.py").write_text(
+        "def verify(responses, answer):\n    return [float(len(responses) == 3)] * len(responses)\n"
+    )
+    out = tmp_path / "out"
+    asked = (f"reward.verifier={tmp_path}/sized.py:verify", "eval.prompts=2", "eval.greedy=false")
+    two = evaluated(out, *asked, "eval.samples=2")["held-out"]
+    three = evaluated(out, *asked, "eval.samples=3")["held-out"]
+    assert (two["results"]["avg@2"]["value"], three["results"]["avg@3"]["value"]) == (0.0, 1.0)
+    assert evaluated(out, *asked, "eval.samples=3")["held-out"] == three
+    assert sorted(map(key, responses(out))) == [
+        ("held-out", False, prompt, sample) for prompt in range(2) for sample in range(3)
+    ]
+    assert {row["reward"] for row in responses(out)} == {1.0}
+
+
+def test_the_limit_of_failures_is_that_of_the_whole_evaluation(tmp_path: Path) -> None:
+    """Two of 40 responses may fail, however many are left for the resumed command."""
+    (tmp_path / "failing.py").write_text(
+        "from pathlib import Path\n\n\ndef verify(response, answer):\n"
+        "    for file in Path(__file__).parent.glob('fail-*'):\n"
+        "        file.unlink()\n        raise OSError\n    return 1.0\n"
+    )
+    verifier = f"reward.verifier={tmp_path}/failing.py:verify"
+    out, file = tmp_path / "out", tmp_path / "out/responses.jsonl"
+    asked = (verifier, "reward.workers=1", "eval.prompts=40", "eval.samples=1", "eval.greedy=false")
+    assert evaluated(out, *asked)["held-out"]["failures"] == 0
+    kept = file.read_text().splitlines(keepends=True)[:30]
+    file.write_text("".join(kept))
+    (tmp_path / "fail-1").touch()
+    assert evaluated(out, *asked)["held-out"]["failures"] == 1
+    failed = [line for line in file.read_text().splitlines(keepends=True) if "crash" in line]
+    file.write_text("".join(kept + failed))
+    for name in ("fail-1", "fail-2"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match="3 of 40 answers could not be verified, the limit is 5%"):
+        evaluated(out, *asked)
+
+
 def test_another_seed_is_another_evaluation(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

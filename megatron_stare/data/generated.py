@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_stare.data.streams import Split, stream_seed
+from megatron_stare.errors import DataError
 
 if TYPE_CHECKING:
     from megatron_stare.config.schema import Config
     from megatron_stare.records.batch import Prompt
+
+# number of problems in a row that may be too long
+_TRIED = 1_000
 
 
 class Problem(Protocol):
@@ -51,7 +55,8 @@ class TaskProblem:
 
 
 class GeneratedPrompts(ABC):
-    """A PromptSource of generated problems. A task defines its problems in a subclass.
+    """A PromptSource of generated problems. A task defines its problems in a subclass. With
+    `rollout.truncate_prompt: drop`, the source skips problems whose prompts are too long.
 
     Args:
         config: the run's configuration.
@@ -74,10 +79,11 @@ class GeneratedPrompts(ABC):
         self._split = split
         self._seed = stream_seed(config.run.seed, split)
         self._cursor = 0
+        self._skipped = 0  # problems before the cursor's problem that were too long
+        self._drops = config.rollout.truncate_prompt == "drop"
         self.problems = self.counts[split]
         self._encode = PromptEncoder(config, tokenizer)
-        # fails before the run if the limit is too low
-        self._encode(self.problem(0).text, f"{split} problem 0")
+        self._fitting(0, 0)  # fails before the run if the limit is too low
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
@@ -85,29 +91,68 @@ class GeneratedPrompts(ABC):
         its own stream."""
 
     def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts."""
+        """Returns the next `n` prompts. Raises DataError if a prompt is too long and
+        `rollout.truncate_prompt` is `error`, or if no shorter problem follows."""
         from megatron_stare.records.batch import Prompt  # imports torch
 
-        prompts = []
+        prompts, skipped = [], self._skipped
         for cursor in range(self._cursor, self._cursor + n):
-            problem = self.problem(cursor)
+            problem, token_ids, skipped = self._fitting(cursor, skipped)
             prompt = Prompt(
                 cursor=cursor,
                 id=f"{self._split}-{cursor}",
                 text=problem.text,
                 answer=problem.answer,
-                token_ids=self._encode(problem.text, f"{self._split} problem {cursor}"),
+                token_ids=token_ids,
                 problem=problem.name,
                 columns=getattr(problem, "columns", None),
             )
             prompts.append(prompt)
-        self._cursor += n
+        self._cursor, self._skipped = self._cursor + n, skipped
         return prompts
 
+    def _fitting(self, cursor: int, skipped: int) -> tuple[Problem, tuple[int, ...], int]:
+        """Finds the problem of the prompt at position `cursor`. Returns the problem, its token ids
+        and the number of problems skipped so far.
+
+        Args:
+            skipped: number of problems skipped before the previous prompt.
+        """
+        from megatron_stare.data.encode import PromptTooLongError  # imports the configuration
+
+        for index in range(cursor + skipped, cursor + skipped + _TRIED):
+            if self._split == "eval" and index > cursor and index == self.problems:
+                # later problems repeat earlier ones, or belong to training
+                raise DataError(
+                    f"only {cursor} of the {index} problems fit into rollout.max_prompt_tokens",
+                    where="eval.prompts",
+                    fix="ask for no more problems than fit, or raise rollout.max_prompt_tokens",
+                )
+            problem = self.problem(index)
+            try:
+                token_ids = self._encode(problem.text, f"{self._split} problem {index}")
+            except PromptTooLongError as error:
+                if self._drops:
+                    continue
+                if self._split == "train" and index:  # the run has begun
+                    error.fix = (
+                        "start a new run with a higher rollout.max_prompt_tokens, or with"
+                        " rollout.truncate_prompt=drop or left: a resume cannot change them"
+                    )
+                raise
+            return problem, token_ids, index - cursor
+        raise DataError(
+            f"{_TRIED:,} problems in a row are longer than rollout.max_prompt_tokens",
+            where=f"{self._split} problem {cursor + skipped}",
+            fix="raise rollout.max_prompt_tokens",
+        )
+
     def state(self) -> dict[str, int]:
-        """Returns the number of prompts taken since the run began."""
-        return {"cursor": self._cursor}
+        """Returns the number of prompts taken since the run began. If problems were skipped, the
+        state also contains their number."""
+        state = {"cursor": self._cursor}
+        return state | {"skipped": self._skipped} if self._skipped else state
 
     def restore(self, state: dict[str, int]) -> None:
         """Continues after prompt `state["cursor"]`."""
-        self._cursor = state["cursor"]
+        self._cursor, self._skipped = state["cursor"], state.get("skipped", 0)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import random
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -21,6 +23,9 @@ from megatron_stare.errors import ConfigError, DataError
 COLUMN = "reasoning_gym"  # of a prompt: what its question is made again from
 CHUNK = 500  # questions of one seed; some tasks cannot make many more
 WHERE = "data.source"
+HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
+"""Tasks whose questions depend on the seed of Python's string hashes, because they draw from
+sets."""
 
 
 class ReasoningGym(GeneratedPrompts):
@@ -32,6 +37,7 @@ class ReasoningGym(GeneratedPrompts):
 
     Raises:
         ConfigError: the package is not installed, does not have the task, or rejects the settings.
+            Also raised for a task of HASHED if Python chooses the seed of its hashes at random.
     """
 
     counts: ClassVar[Mapping[Split, int | None]] = {"train": None, "eval": None}
@@ -45,6 +51,14 @@ class ReasoningGym(GeneratedPrompts):
         dataset: str,
         settings: dict[str, Any] | None = None,
     ) -> None:
+        # an empty value means random, too
+        if dataset in HASHED and (os.environ.get("PYTHONHASHSEED") or "random") == "random":
+            raise ConfigError(
+                f"the questions of {dataset!r} depend on Python's hash seed, which is random here:"
+                " verifiers and resumed runs would make other questions",
+                where=f"{WHERE}.dataset",
+                fix="export PYTHONHASHSEED=0 before the run and before every resume",
+            )
         self._dataset, self._settings = dataset, json.dumps(settings or {}, sort_keys=True)
         super().__init__(config, tokenizer, split)
 
@@ -81,7 +95,8 @@ def verify(
     if _digest(entry["question"]) != made_from["question"]:
         raise ValueError(
             f"the package makes another question {made_from['at']} of {made_from['dataset']} here"
-            " than where the prompt was made: one release everywhere"
+            " than where the prompt was made: use one release of reasoning-gym and one value of"
+            " PYTHONHASHSEED everywhere"
         )
     said: str | None = response.strip()
     if tag is not None:
@@ -115,12 +130,16 @@ def make_entry(dataset: str, settings: str, seed: int, at: int) -> tuple[Any, di
         DataError: the task cannot make the question.
     """
     task = _make_task(dataset, settings, seed)
+    state = random.getstate()
+    random.seed(counter_hash(seed, at))  # list_functions also draws from the global generator
     try:
         return task, task[at]
     except Exception as error:
         raise DataError(
             f"reasoning-gym cannot make question {at} of {dataset!r}: {error}", where=WHERE
         ) from error
+    finally:
+        random.setstate(state)
 
 
 @functools.lru_cache(maxsize=16)

@@ -258,6 +258,8 @@ def record_of(
         )
     if isinstance(answer, float) and not math.isfinite(answer):
         raise DataError(f"{answer_key!r} is not a finite number", where=where)
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # verifiers that compare text expect 27, not 27.0
     name = next(
         (
             v
@@ -268,7 +270,24 @@ def record_of(
     )
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise DataError(f"'id' must be a string or an integer, got {_kind(name)}", where=where)
+    texts = [(prompt_key, text) for turn in messages for text in turn] or [(prompt_key, prompt)]
+    for key, text in (*texts, (answer_key, str(answer)), ("id", str(name))):
+        _check_characters(key, text, where)
     return Record(str(name), messages[-1][1] if messages else prompt, str(answer), where, messages)
+
+
+def _check_characters(key: str, text: str, where: str) -> None:
+    """Raises DataError if a text contains half of a surrogate pair, which JSON can express but
+    UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(
+            f"{key!r} holds {half} at character {error.start}, which is half of a character",
+            where=where,
+            fix=f"write the whole character, or remove {half}",
+        ) from error
 
 
 def _columns(fields: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:

@@ -136,24 +136,32 @@ class Evaluator:
         task = evaluation.task
         params = task.sampling(step, seed, self._stop_ids, greedy)
         if missing:
-            rollouts = self.rollouts(task.verifier, evaluation.environment)
+            left = {(prompt.cursor, index) for prompt, index in missing}
+            keys = [(prompt.cursor, index) for prompt, index in wanted]
+            stored = [known[key] for key in keys if key not in left]
+            rollouts = self.rollouts(task.verifier, evaluation.environment, stored=stored)
             rollouts.make(prompts, count, params, wanted=missing, verified=verified)
         return [known[prompt.cursor, index] for prompt, index in wanted]
 
     def rollouts(
-        self, verifier: Extension, environment: Environment, calls: CallJournal | None = None
+        self,
+        verifier: Extension,
+        environment: Environment,
+        calls: CallJournal | None = None,
+        stored: Sequence[Response] = (),
     ) -> Rollouts:
         """Returns a `Rollouts` object, which samples responses in `environment` and verifies them
         with `verifier`.
 
         Args:
             calls: journal of the environment's calls; None: a journal in memory only.
+            stored: responses of the same evaluation that are verified already. Their failures count
+                towards the tolerated share.
         """
         if self._engines is None:
             raise RuntimeError("there are no engines to answer anything")
-        return Rollouts(
-            self._engines, environment, partial(self._judged, verifier), calls or CallJournal()
-        )
+        judged = partial(self._judged, verifier, stored)
+        return Rollouts(self._engines, environment, judged, calls or CallJournal())
 
     def _right(self, verifier: Extension, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """See evaluation.response.Judged. If a pair's reference answer cannot be parsed by the
@@ -163,23 +171,29 @@ class Evaluator:
         ]
 
     @contextlib.asynccontextmanager
-    async def _judged(self, verifier: Extension, answers: int) -> AsyncIterator[Verdicts]:
+    async def _judged(
+        self, verifier: Extension, stored: Sequence[Response], answers: int
+    ) -> AsyncIterator[Verdicts]:
         """Yields an object that verifies each answer as soon as the answer arrives. `answers` is
-        the number of answers that will arrive.
+        the number of answers that will arrive. The limit of failures applies to these answers and
+        the answers in `stored` together.
 
         Raises:
             RewardFailureError: more verifier calls timed out or crashed than the configuration
                 allows. The error is raised as soon as the limit is passed. Otherwise, a verifier
                 that hangs would delay the step by one timeout per answer.
         """
-        limit = self._reward.max_failure_rate
+        limit, whole = self._reward.max_failure_rate, len(stored) + answers
+        failed = sum(response.status in ("timeout", "crash") for response in stored)
+        most = math.floor(limit * whole) - failed
         try:
-            async with verdicts(self._verifiers[verifier], math.floor(limit * answers)) as found:
+            async with verdicts(self._verifiers[verifier], most) as found:
                 yield found
         except TooManyFailuresError as error:
             first, waiting = error.failed[0], answers - error.known
+            failed += len(error.failed)
             raise RewardFailureError(
-                f"{len(error.failed)} of {answers} answers could not be verified, the limit is"
+                f"{failed} of {whole} answers could not be verified, the limit is"
                 f" {limit:.0%}"
                 + (f" and {waiting} more were not waited for" if waiting else "")
                 + f"; the first: {first.status} {first.detail}".rstrip(),

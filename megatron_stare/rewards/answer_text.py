@@ -33,7 +33,8 @@ _NUMBER = re.compile(
     + r")?|([+-]?)"
     + _TENS
 )
-_QUOTIENT = re.compile(r"([+-]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))")
+_TERM = r"\s*(?:\{([+-]?\d+)\}|(\d))"  # of \frac: {12}, {-1} or a digit without braces
+_QUOTIENT = re.compile(r"([+-]?)(?:\\[dt]?frac" + _TERM + _TERM + r"|(\d+)\s*/\s*(\d+))")
 _DIGITS = 100  # maximum number of digits in each part of a quotient
 _UNIT = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname)\{[^{}]*\}(?:\^\{?-?\d\}?)?$")
 _RELATION = r"(\\leq?|\\geq?|<|>|\\lt|\\gt)"
@@ -116,14 +117,15 @@ def number(text: str) -> Decimal | None:
 
 
 def quotient(text: str) -> Fraction | None:
-    """Returns the value of a fraction of two integers. Returns None if the text is not a fraction
-    of two integers, or if the denominator is 0."""
+    r"""Returns the value of a fraction of two integers, such as 1/2, -\frac12 or \frac{-1}{2}.
+    Returns None if the text is not a fraction of two integers, or if the denominator is 0."""
     if not (found := _QUOTIENT.fullmatch(text)):
         return None
     sign, *parts = (part for part in found.groups() if part is not None)
     if max(map(len, parts)) > _DIGITS or not int(parts[1]):
         return None
-    return Fraction(int(sign + parts[0]), int(parts[1]))
+    value = Fraction(int(parts[0]), int(parts[1]))
+    return -value if sign == "-" else value
 
 
 def exact_value(text: str) -> Fraction | None:

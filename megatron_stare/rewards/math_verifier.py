@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from decimal import Context
 
 from math_verify import LatexExtractionConfig
 from math_verify import parse as parse_math
@@ -42,6 +43,8 @@ _WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*\{[^{}]*[A-Za-z]{2}
 # longest answer, in characters, that is parsed as mathematics; the longest reference of MATH-500
 # has 159
 _LONGEST = 1_000
+# a number has at most 60 digits, of which Decimal's own context would keep 28
+_EXACT = Context(prec=200)
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"So the total is \boxed{42}.", "42", 1.0),
@@ -265,9 +268,8 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
     one, other = _MIXED.sub(_sum, one), _MIXED.sub(_sum, other)
     numbers = answer_text.number(one), answer_text.number(other)
     if numbers[0] is not None and numbers[1] is not None:
-        return answer_text.same_number(
-            numbers[0], numbers[1] * factor.numerator / factor.denominator
-        )
+        converted = _EXACT.divide(_EXACT.multiply(numbers[1], factor.numerator), factor.denominator)
+        return answer_text.same_number(numbers[0], converted)
     if factor != 1:
         other = rf"({other})\cdot\frac{{{factor.numerator}}}{{{factor.denominator}}}"
     return _by_math_verify(one, other)

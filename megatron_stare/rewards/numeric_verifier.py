@@ -14,6 +14,10 @@ RELATIVE = 1e-6
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"\boxed{0.5}", "1/2", 1.0),
     (r"\boxed{-\frac{1}{2}}", "-0.5", 1.0),
+    (r"\boxed{\frac12}", r"\frac{1}{2}", 1.0),
+    (r"\boxed{\frac{-1}{2}}", r"-\dfrac12", 1.0),
+    (r"\boxed{\frac{1}{2}}", r"\frac12", 1.0),
+    (r"\boxed{-0.5}", r"\frac{-1}{2}", 1.0),
     (r"\boxed{3\times 10^{8}\text{ m/s}}", "300,000,000", 1.0),
     ("<answer>6.02e23</answer>", "602000000000000000000000", 1.0),
     (r"\boxed{0.333}", "1/3", 0.0),

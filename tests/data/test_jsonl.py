@@ -10,6 +10,7 @@ from support.char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
 from megatron_stare.config.load import validate
 from megatron_stare.data.prompt_source import dropped, held_out, make_source
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.rewards.verifier import make_verifier
 
 TOKENIZER = char_tokenizer()
 
@@ -63,6 +64,17 @@ def test_fields_are_read(tmp_path):
     assert prompts[0].token_ids == ids("a")
 
 
+@pytest.mark.parametrize(("written", "read"), [("27.0", "27"), ("-0.0", "0"), ("1e3", "1000")])
+def test_a_whole_number_is_read_as_an_integer(tmp_path, written, read):
+    """Verifiers that compare text would count the answer 27 as wrong if the reference was 27.0."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt": "a", "answer": {written}}}\n')
+    (prompt,) = source(path).take(1)
+    assert prompt.answer == read
+    for name in ("dapo_boxed", "exact"):
+        assert make_verifier(name)(f"\\boxed{{{read}}}", prompt.answer) == 1.0
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -80,6 +92,17 @@ def test_fields_are_read(tmp_path):
         (b'{"prompt": "a", "answer": "b", "id": 1.5}', "'id' must be a string or an integer"),
         (b'{"prompt": "\xff", "answer": "b"}', "not UTF-8 at byte 12"),
         (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "not readable JSON"),
+        (
+            b'{"prompt": "a\\ud83d b", "answer": "b"}',
+            r"'prompt' holds \\ud83d at character 1, which is half of a character",
+        ),
+        (
+            b'{"prompt": [{"role": "system", "content": "\\udc00"}, '
+            b'{"role": "user", "content": "b"}], "answer": "b"}',
+            r"'prompt' holds \\udc00 at character 0",
+        ),
+        (b'{"prompt": "a", "label": "12\\ud83d"}', r"'label' holds \\ud83d at character 2"),
+        (b'{"prompt": "a", "answer": "b", "id": "\\ud83d"}', r"'id' holds \\ud83d at character 0"),
         (b'{"prompt": "", "answer": "b"}', "no tokens"),
         (
             b'{"prompt": "12345678901234567", "answer": "b"}',

@@ -7,16 +7,25 @@ pip install reasoning-gym==0.1.25        into an environment that has this proje
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import ROOT, metrics, train
+from support.runs import ROOT, environment, metrics, train
 from transformers import AutoTokenizer
 
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import make_source
-from megatron_stare.data.reasoning_gym import CHUNK, COLUMN, ReasoningGym, make_entry, verify
+from megatron_stare.data.reasoning_gym import (
+    CHUNK,
+    COLUMN,
+    HASHED,
+    ReasoningGym,
+    make_entry,
+    verify,
+)
 from megatron_stare.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -24,6 +33,19 @@ gym = pytest.importorskip("reasoning_gym")
 CHAT = ROOT / "assets/tiny-chat"
 # needs a list of other tasks, or files that the package does not ship
 LEFT_OUT = {"composite", "arc_agi", "rearc"}
+# the digest of 24 questions of each task; for this seed, list_functions draws the third question
+# from Python's global generator
+DIGESTS = """
+import hashlib, json, sys
+from megatron_stare.data.reasoning_gym import make_entry
+
+found = {}
+for dataset in sys.argv[1:]:
+    texts = [make_entry(dataset, "{}", 12345, at)[1]["question"] for at in range(24)]
+    found[dataset] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+print()  # some tasks print without ending the line
+print(json.dumps(found))
+"""
 
 
 def source(dataset: str, split: Any = "train", seed: int = 0, **settings: Any) -> ReasoningGym:
@@ -44,8 +66,9 @@ def source(dataset: str, split: Any = "train", seed: int = 0, **settings: Any) -
 
 
 @pytest.mark.parametrize("dataset", sorted(set(gym.factory.DATASETS) - LEFT_OUT))
-def test_a_task_is_scored_by_its_own_scorer(dataset: str) -> None:
+def test_a_task_is_scored_by_its_own_scorer(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts as records that JSON holds, scored where nothing of the source is left."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # in one process, any seed will do
     for prompt in source(dataset).take(2):
         columns = json.loads(json.dumps(prompt.columns))
         made_from = columns[COLUMN]
@@ -64,6 +87,22 @@ def test_a_task_is_scored_by_its_own_scorer(dataset: str) -> None:
             assert verify(f" {text} ", "", columns=columns, tag=None) == wanted
         untagged = float(task.score_answer(None, entry))
         assert verify(str(entry["answer"]), prompt.answer, columns=columns) == untagged
+
+
+def test_processes_make_the_same_questions_except_of_tasks_that_need_a_hash_seed() -> None:
+    every = set(gym.factory.DATASETS) - LEFT_OUT
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-c", DIGESTS, *datasets],
+            env=environment() | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed, datasets in (("1", every), ("2", every), ("2", HASHED))
+    ]
+    first, other, again = (json.loads(each.communicate()[0].splitlines()[-1]) for each in made)
+    assert {dataset for dataset in every if first[dataset] != other[dataset]} == HASHED
+    assert again == {dataset: other[dataset] for dataset in HASHED}
 
 
 def test_a_stream_goes_on_where_it_was_saved_and_splits_differ() -> None:

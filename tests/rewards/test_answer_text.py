@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 
-from megatron_stare.rewards.answer_text import bare, intervals, number, same_number
+from megatron_stare.rewards.answer_text import bare, intervals, number, quotient, same_number
 from megatron_stare.rewards.final_answer import Box, last_box, last_boxed
 
 
@@ -56,6 +57,31 @@ def test_an_unclosed_box_is_still_the_last():
 )
 def test_number(text, value):
     assert number(text) == (None if value is None else Decimal(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1/2", "1/2"),
+        ("-10 / 4", "-5/2"),
+        (r"\frac{1}{2}", "1/2"),
+        (r"\frac12", "1/2"),
+        (r"\tfrac 1 2", "1/2"),
+        (r"-\dfrac1{12}", "-1/12"),
+        (r"\frac{-1}2", "-1/2"),
+        (r"-\frac{-1}{+2}", "1/2"),
+        (r"\frac{-1}{-2}", "1/2"),
+        (r"\frac123", None),
+        (r"\frac1{x}", None),
+        (r"\frac1", None),
+        (r"\frac10", None),
+        (r"\frac{1}{-0}", None),
+        ("--1/2", None),
+        ("1/-2", None),
+    ],
+)
+def test_quotient(text, value):
+    assert quotient(text) == (None if value is None else Fraction(value))
 
 
 def test_integers_are_compared_exactly_and_others_to_a_millionth():

@@ -25,7 +25,7 @@ from typing import IO, Any
 from megatron_stare.errors import DataError, UserError
 from megatron_stare.evaluation.evaluate import Evaluated
 from megatron_stare.evaluation.response import Response
-from megatron_stare.run_dir.json_lines import keep, read_jsonl, to_line, write_atomically
+from megatron_stare.run_dir.json_lines import read_jsonl, to_line, write_atomically
 
 EVALUATION, RESPONSES, PROBLEMS, RESULTS, CONFIG = (
     *("evaluation.json", "responses.jsonl", "problems.jsonl", "results.json", "config.yaml"),
@@ -61,10 +61,11 @@ class EvaluationFolder:
         try:
             self._hold()
             written = self._written(what)
-            keep(path / RESPONSES, lambda _: True)  # drops an incomplete last line
             self._responses: dict[tuple[str, bool], dict[Key, Response]] = {}
-            for row in read_jsonl(path / RESPONSES):
-                self._note(row)
+            rows = {self._note(row): row for row in read_jsonl(path / RESPONSES)}
+            if (path / RESPONSES).exists():
+                # drops an incomplete last line, and responses that were sampled again
+                write_atomically(path / RESPONSES, list(rows.values()))
             self._store(EVALUATION, written)
             (path / CONFIG).write_text(config)
             self._file = (path / RESPONSES).open("a", encoding="utf-8")
@@ -123,16 +124,18 @@ class EvaluationFolder:
             ) from error
         return found
 
-    def _note(self, row: Mapping[str, Any]) -> None:
+    def _note(self, row: Mapping[str, Any]) -> tuple[str, bool, Key]:
+        """Stores the response of a row, and returns the response's task, decoding and key. Replaces
+        an earlier response with the same key: its group was sampled again."""
         try:
             response, task = Response.read(row), (str(row["task"]), bool(row["greedy"]))
         except KeyError as error:
             raise DataError(
                 f"a response lacks {error}", where=str(self.path / RESPONSES)
             ) from error
-        self._responses.setdefault(task, {}).setdefault(
-            (response.prompt, response.sample), response
-        )
+        key = response.prompt, response.sample
+        self._responses.setdefault(task, {})[key] = response
+        return *task, key
 
     def task(self, name: str) -> KeptResponses:
         """Returns the stored responses of a task; see evaluator.Kept."""
