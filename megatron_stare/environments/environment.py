@@ -117,7 +117,8 @@ class Generate(Protocol):
 
 class Environment(ABC):
     """Makes trajectories from prompts. One Environment object makes all trajectories of a run, many
-    of them at the same time.
+    of them at the same time. All of a run's training steps use one event loop; an evaluation that
+    runs beside them uses another one.
 
     Args:
         config: the run's configuration.

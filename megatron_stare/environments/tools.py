@@ -419,7 +419,7 @@ class Tools(Environment):
             )
             try:
                 if inspect.iscoroutinefunction(called):
-                    working = _awaited(asked)
+                    working: Awaitable[Any] = _awaited(asked)
                 else:
                     starts = asyncio.Event()
                     thread = self._threads.submit(

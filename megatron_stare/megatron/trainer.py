@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -124,7 +125,9 @@ class Trainer:
         self.config, self.method = config, run.method
         fused = config.performance.swiglu_fusion or config.performance.bias_fusion
         # now, because files may change during the run
-        self._computes_on = computes_on(compiled=bool(fused) and uses_cuda())
+        self._computes_on = computes_on(
+            compiled=bool(fused) and uses_cuda(), unordered=shape.experts > 0 and uses_cuda()
+        )
         timeout_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
         layout = join(config.parallel, rank, init_method, config.run.seed, timeout_s)
         model = build_policy(
@@ -225,6 +228,8 @@ class Trainer:
         memory that the writer inherited at its fork.
         """
         self.memory.offload(parts)
+        # Megatron keeps a table for each of 32 lengths on the device, 16 MB for 32k tokens
+        RotaryEmbedding.forward.cache_clear()
 
     def onload(self, parts: Collection[str] = PARTS) -> None:
         """Brings parts of the policy back to the device. Gradients are zeros afterwards."""

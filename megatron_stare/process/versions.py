@@ -1,11 +1,11 @@
 """Identifies the code and the device of a run, by the releases of packages, the commit and the
 digest of this package, and a description of the device.
 
-If a run does not compile functions with torch.compile, its rounding depends only on its parallel
-layout and on the items that `computes_on` returns. Two such runs with the same settings therefore
-compute bit-equal numbers if their layouts are the same and `computes_on` returns the same text for
-both. Torch is imported only inside functions, because the command `doctor` may run in an
-environment without torch.
+If a run does not compile functions with torch.compile, and adds in a fixed order, its rounding
+depends only on its parallel layout and on the items that `computes_on` returns. Two such runs with
+the same settings therefore compute bit-equal numbers if their layouts are the same and
+`computes_on` returns the same text for both. Torch is imported only inside functions, because the
+command `doctor` may run in an environment without torch.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-COMPILED = "compiled functions"  # in the description of a device; see `computes_on`
+# in the description of a device; see `computes_on`
+COMPILED, UNORDERED = "compiled functions", "sums in any order"
 
 
-def computes_on(compiled: bool = False) -> str:
+def computes_on(compiled: bool = False, unordered: bool = False) -> str:
     """Returns a text that contains the name of the device, the releases of the libraries, and a
     digest of this package's code. An upgrade of a library or of this package may change the order
     in which numbers are summed.
@@ -63,6 +64,8 @@ def computes_on(compiled: bool = False) -> str:
     Args:
         compiled: torch.compile makes functions of the model. Which kernels it makes depends on the
             lengths that a process computed before, so two processes may round differently.
+        unordered: the device adds some numbers in an order that varies. On CUDA, megatron-core adds
+            the outputs of a token's experts by atomic operations.
     """
     import torch
 
@@ -71,6 +74,7 @@ def computes_on(compiled: bool = False) -> str:
         [
             _device(),
             *([COMPILED] if compiled else []),
+            *([UNORDERED] if unordered else []),
             f"torch {torch.__version__}",
             *libraries,
             f"code {code_digest()[:12]}",

@@ -3,6 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ import pytest
 from support.models import random_batch
 
 from megatron_stare.cluster.trainer_group import StateProof
+from megatron_stare.config.schema import Config
+from megatron_stare.driver import checkpoint_proof
 from megatron_stare.driver.checkpoint_proof import (
     FILE,
     LONGEST,
@@ -19,6 +22,7 @@ from megatron_stare.driver.checkpoint_proof import (
     differences,
 )
 from megatron_stare.errors import DataError
+from megatron_stare.process.versions import COMPILED, UNORDERED
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
@@ -112,3 +116,20 @@ def test_what_is_no_self_test_is_named(tmp_path) -> None:
     (tmp_path / FILE).write_text("{}")
     with pytest.raises(DataError, match="the self-test cannot be read"):
         SelfTest.read(tmp_path)
+
+
+@pytest.mark.parametrize(("kernels", "passes"), [("", False), (COMPILED, True), (UNORDERED, True)])
+def test_a_device_whose_sums_have_no_fixed_order_is_compared_as_another_layout_is(
+    kernels: str, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text describes the layout at the save and now, and a log-prob has moved a little."""
+    config = Config.model_validate({"model": {"path": "none", "dtype": "bfloat16"}})
+    monkeypatch.setattr(checkpoint_proof, "layout_of", lambda ranks, config: f"TP2, {kernels}")
+
+    class Ranks:
+        def prove(self, batch: object) -> StateProof:
+            return moved(0.004)
+
+    saved = SelfTest(f"TP2, {kernels}", [[5, 6, 7, 8]], SAVED)
+    with contextlib.nullcontext() if passes else pytest.raises(DataError, match="log-probs"):
+        saved.check(Ranks(), config, "here")

@@ -64,6 +64,8 @@ def test_the_words_have_device_libraries_and_code(monkeypatch: pytest.MonkeyPatc
         and "megatron-core " in here
     )
     assert "transformer-engine" not in here  # which is not installed
+    assert not {installed.COMPILED, installed.UNORDERED} & set(here.split(", "))
+    assert installed.UNORDERED in installed.computes_on(unordered=True).split(", ")
     monkeypatch.setattr(installed, "version", lambda name: "9.9")
     newer = installed.computes_on()
     assert newer != here and "transformer-engine 9.9" in newer

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from support.held import held
 from support.models import random_batch, save_model
 from support.ranks import RankPool
@@ -50,6 +51,7 @@ def three_steps(rank: int, init: str, config: Config, folder: str, moved: bool) 
         if moved:  # while the checkpoint is written
             trainer.offload()
             assert not any(held(trainer).values()), held(trainer)
+            assert RotaryEmbedding.forward.cache_info().currsize == 0
         if step == 2:
             trainer.finish_save()
     trainer.begin_weight_stream()

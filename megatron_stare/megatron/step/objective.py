@@ -152,9 +152,8 @@ def make_objective(
     """
     span = part.span
     rows = torch.arange(span.start, span.stop, device=part.device)
-    chosen = tokens.select(rows)
     if known is None:
-        known = gather_statistics(partial(method.requests, chosen), group)
+        known = gather_statistics(partial(method.requests, tokens.select(rows)), group)
     own: dict[tuple[int, int], Statistics] = {}
     if by_micro_batch:
         spans = [(micro.span.start, micro.span.stop) for micro in part.micro_batches]
@@ -164,5 +163,5 @@ def make_objective(
             [partial(method.requests, each) for each in cut], group, within
         )
         own = dict(zip(spans, parts, strict=True))
-        known = summary(method.requests(chosen, known), known, parts, group, within)
+        known = summary(method.requests(tokens.select(rows), known), known, parts, group, within)
     return Objective(method, tokens, rows, known, state, own, is_log_prob_pass)
