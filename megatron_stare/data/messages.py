@@ -153,6 +153,12 @@ def conversation(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
         tools = _json(tools, f"has {TOOLS!r} that is not JSON")
     if tools is not None and not isinstance(tools, list):
         raise RowError(f"has {TOOLS!r} that is not a list", "give a list of function schemas")
+    try:
+        json.dumps([messages, tools], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:  # JSON can express it, tokenizers refuse it
+        raise RowError(
+            "has half of a character (half of a surrogate pair)", "write the whole character"
+        ) from error
     return messages, tools or None
 
 

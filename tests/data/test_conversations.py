@@ -109,6 +109,7 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Any) -> None:
     [
         ({"prompt": "x"}, "has no column 'messages' (its columns: 'prompt')"),
         ({"messages": "x"}, "'messages' that is not a list of objects"),
+        ({"messages": [ASK, {**SAY, "content": "\ud83d"}]}, "has half of a character"),
         ({"messages": [ASK]}, "has no turn of the assistant"),
         ({"messages": [SAY]}, "begins with the assistant"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "has the unknown role 'bot'"),
