@@ -17,7 +17,7 @@ from megatron_stare.config.formats import FORMAT, RENAMED
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.driver.opening import finished_run
 from megatron_stare.driver.resuming import find_run, refuse_changes, resume_point
-from megatron_stare.errors import DataError
+from megatron_stare.errors import DataError, UserError
 from megatron_stare.planning.preflight import check
 from megatron_stare.weights.files.hf_folder import exported_step, write_folder
 
@@ -231,7 +231,17 @@ def test_starts_that_were_killed_are_no_runs(
     saved = make_run(Path("runs/quickstart-4"), checkpoint=True)
     make_run(Path("runs/quickstart-5"))
     make_run(Path("runs/other-6"), steps=1)
+    longer = make_run(Path("runs/quickstart-long-7"), steps=1)
+    text = (longer / "config.yaml").read_text()
+    (longer / "config.yaml").write_text(
+        text.replace("name: quickstart", "name: quickstart-long", 1)
+    )
     assert find_run(config) == saved
+    named = config.model_copy(
+        update={"run": config.run.model_copy(update={"name": "quickstart-l"})}
+    )
+    with pytest.raises(UserError, match="there is no run to resume"):
+        find_run(named)
 
 
 def test_checkpoints_that_are_gone(tmp_path: Path) -> None:

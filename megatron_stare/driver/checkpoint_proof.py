@@ -111,10 +111,10 @@ def canary_of(batch: RolloutBatch) -> list[list[int]]:
     prompts. A sequence consists of the end of a prompt and the start of the prompt's first
     response, and has at most LONGEST tokens."""
     lengths, prompts = batch.lengths.tolist(), batch.branches.contexts.tolist()
-    sequences = [part.tolist() for part in batch.tokens.split(lengths)]
+    sequences = batch.tokens.split(lengths)
     groups = batch.branch_groups.tolist()
     firsts = [groups.index(group) for group in sorted(set(groups))[:SEQUENCES]]
-    found = [sequences[i][max(prompts[i] - LONGEST // 2, 0) :][:LONGEST] for i in firsts]
+    found = [sequences[i][max(prompts[i] - LONGEST // 2, 0) :][:LONGEST].tolist() for i in firsts]
     return [sequence for sequence in found if len(sequence) > 1]
 
 

@@ -10,11 +10,14 @@ chat template and the system prompt.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.schema import Config
@@ -88,7 +91,9 @@ def find_run(config: Config) -> Path:
     if config.run.dir:
         path = Path(config.run.dir)
     else:
-        runs = sorted(file.parent for file in Path("runs").glob(f"{config.run.name}-*/{CONFIG}"))
+        named = Path("runs").glob(f"{glob.escape(config.run.name)}-*/{CONFIG}")
+        # a run's name may be the beginning of another's
+        runs = sorted(file.parent for file in named if _name_in(file) == config.run.name)
         begun = [run for run in runs if _has_begun(run)]  # skips starts that were killed
         path = (begun or runs or [Path("runs") / config.run.name])[-1]
     if not (path / CONFIG).exists():
@@ -96,6 +101,14 @@ def find_run(config: Config) -> Path:
             "there is no run to resume", where=str(path), fix="give its directory as run.dir=..."
         )
     return path
+
+
+def _name_in(file: Path) -> str | None:
+    """Returns the `run.name` that a config.yaml records, or None if the file cannot be read."""
+    try:
+        return str(yaml.safe_load(file.read_text())["run"]["name"])
+    except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
+        return None
 
 
 def resume_point(

@@ -25,12 +25,13 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_stare.environments import sandbox_worker
 from megatron_stare.errors import ConfigError, UserError
@@ -61,16 +62,59 @@ class Ran:
     seconds: float = field(default=0.0, compare=False)
 
 
+class DaemonThreads:
+    """Runs calls in at most `most` daemon threads.
+
+    A ThreadPoolExecutor would keep a finished process alive until its last call has returned.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Starts a call, or queues it if no thread is free. Returns the future of its result."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append((future, partial(function, *arguments)))
+            if self._free:
+                self._free -= 1
+                threading.Thread(target=self._work, name="tool", daemon=True).start()
+        return future
+
+    def cancel(self) -> None:
+        """Cancels the calls that have not begun."""
+        with self._lock:
+            for future, _ in self._waiting:
+                future.cancel()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._free += 1
+                    return
+                future, call = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+
 class Sandbox(ABC):
     """Runs Python code. Many coroutines can use one sandbox at the same time.
 
     Args:
-        workers: number of programs that run at the same time.
+        threads: threads in which programs run.
     """
 
-    def __init__(self, workers: int) -> None:
-        # The kernel ends a bubblewrap worker when the thread that started it ends, so threads stay.
-        self._threads = ThreadPoolExecutor(workers, "sandbox")
+    def __init__(self, threads: ThreadPoolExecutor | DaemonThreads) -> None:
+        self._threads = threads
 
     async def run(self, code: str, seconds: float) -> Ran:
         """Runs a program for at most `seconds`. Errors of the program are part of the returned
@@ -81,9 +125,7 @@ class Sandbox(ABC):
         """
         # surrogates cannot be written as UTF-8
         code = code.encode(errors="replace").decode()
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._run, code, seconds
-        )
+        return await asyncio.wrap_future(self._threads.submit(self._run, code, seconds))
 
     @abstractmethod
     def _run(self, code: str, seconds: float) -> Ran:
@@ -91,7 +133,8 @@ class Sandbox(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the processes that the sandbox has started."""
+        """Ends the processes that the sandbox has started, and drops calls that wait. Idempotent,
+        and final: the sandbox runs no program afterwards."""
 
 
 class Bubblewrap(Sandbox):
@@ -104,20 +147,25 @@ class Bubblewrap(Sandbox):
     """
 
     def __init__(self, workers: int, memory_mb: int, characters: int) -> None:
-        super().__init__(workers)
+        # The kernel ends a bubblewrap worker when the thread that started it ends, so threads stay.
+        self._pool = ThreadPoolExecutor(workers, "sandbox")
+        super().__init__(self._pool)
         self._limits = memory_mb, characters
         self._free: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(workers):
             self._free.put(None)  # started when first needed
         self._started: set[_Worker] = set()
+        self._closed = False
         self._lock = threading.Lock()
 
     def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._closed = True
             for worker in self._started:
                 worker.end()
             self._started.clear()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True)
 
     def _run(self, code: str, seconds: float) -> Ran:
         worker = self._free.get()
@@ -126,6 +174,8 @@ class Bubblewrap(Sandbox):
                 worker = _Worker(*self._limits)
                 with self._lock:
                     self._started.add(worker)
+                    if self._closed:
+                        worker.end()  # so that it answers nothing
             found = worker.ask(code, seconds)
             if found is None:
                 with self._lock:
@@ -210,11 +260,14 @@ class Remote(Sandbox):
     """
 
     def __init__(self, url: str, workers: int, memory_mb: int, characters: int) -> None:
-        super().__init__(workers)
+        # a server that does not answer must not keep a finished process alive
+        self._requests, self._closed = DaemonThreads(workers), threading.Event()
+        super().__init__(self._requests)
         self._url, self._memory_mb, self._characters = url, memory_mb, characters
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._closed.set()
+        self._requests.cancel()
 
     def _run(self, code: str, seconds: float) -> Ran:
         asked = {
@@ -226,8 +279,8 @@ class Remote(Sandbox):
         }
         failure: Exception | None = None
         for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            if attempt and self._closed.wait(FIRST_PAUSE_S * 2 ** (attempt - 1)):
+                break
             begun = time.monotonic()
             try:
                 found = self._read(self._reply(asked, seconds), seconds)
@@ -290,13 +343,17 @@ class Interpreter(Sandbox):
             ) from error
         self._package = pydantic_monty
         self._memory, self._characters = memory_mb << 20, characters
-        self._pool = pydantic_monty.Monty(max_processes=workers)
-        self._pool.__enter__()
-        super().__init__(workers)
+        self._processes = pydantic_monty.Monty(max_processes=workers)
+        self._processes.__enter__()
+        self._pool = ThreadPoolExecutor(workers, "sandbox")
+        super().__init__(self._pool)
+        self._closed = False
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        self._pool.__exit__(None, None, None)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if not self._closed:
+            self._processes.__exit__(None, None, None)
+        self._closed = True
 
     def _run(self, code: str, seconds: float) -> Ran:
         said: list[str] = []
@@ -315,7 +372,7 @@ class Interpreter(Sandbox):
         }
         failed, begun = False, time.monotonic()
         try:
-            with self._pool.checkout(limits=limits) as session:
+            with self._processes.checkout(limits=limits) as session:
                 # the value of a last expression would come here, whatever its size
                 session.feed_run(f"{code}\nNone", print_callback=print_callback)
         except (self._package.MontyRuntimeError, self._package.MontySyntaxError) as error:

@@ -16,9 +16,8 @@ import itertools
 import json
 import math
 import re
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,7 +42,12 @@ from megatron_stare.environments.environment import (
     Response,
     find_environment,
 )
-from megatron_stare.environments.sandboxes import Sandbox, SandboxName, make_sandbox
+from megatron_stare.environments.sandboxes import (
+    DaemonThreads,
+    Sandbox,
+    SandboxName,
+    make_sandbox,
+)
 from megatron_stare.errors import ConfigError, UserError, in_words
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
@@ -260,14 +264,16 @@ class Tools(Environment):
         self._max_turns, self._max_calls, self._turn_tokens = max_turns, max_calls, turn_tokens
         self._call_seconds, self._seconds = call_seconds, seconds
         self._characters = answer_characters
-        self._threads = _Threads(THREADS)
+        self._threads = DaemonThreads(THREADS)
         self._held: set[Future[Any]] = set()  # calls that outlast their time
         self._tools: dict[str, Tool] = {}
+        self._boxes: list[Sandbox] = []
         for kind in kinds:
             if kind.function is code_interpreter:
                 box = make_sandbox(
                     sandbox, sandbox_url, sandbox_workers, memory_mb, answer_characters
                 )
+                self._boxes.append(box)
                 self._tools[kind.name] = Tool(kind, self._in_sandbox(box))
             else:
                 self._tools[kind.name] = Tool(kind, self._in_threads(kind))
@@ -279,6 +285,10 @@ class Tools(Environment):
     @classmethod
     def branches(cls, settings: Mapping[str, Any]) -> bool:
         return settings.get("earlier_thinking") == "branch"
+
+    def close(self) -> None:
+        for box in self._boxes:
+            box.close()
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         response, made = Response(prompt), list[dict[str, Any]]()
@@ -474,44 +484,6 @@ def _staying() -> Iterator[None]:
         yield
     except SystemExit as error:
         raise RuntimeError(f"the tool tried to end the process ({error.code})") from error
-
-
-class _Threads:
-    """Runs calls in at most `most` daemon threads.
-
-    A ThreadPoolExecutor would keep a finished process alive until its last call has returned.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._free = most
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._lock = threading.Lock()
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Starts a call, or queues it if no thread is free. Returns the future of its result."""
-        future: Future[Any] = Future()
-        with self._lock:
-            self._waiting.append((future, functools.partial(function, *arguments)))
-            if self._free:
-                self._free -= 1
-                threading.Thread(target=self._work, name="tool", daemon=True).start()
-        return future
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._free += 1
-                    return
-                future, call = self._waiting.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
 
 
 class Tool:

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from support.models import random_batch
 
 from megatron_stare.cluster.trainer_group import StateProof
@@ -109,6 +110,21 @@ def test_the_canary_has_half_its_length_of_a_long_prompt_and_all_of_a_short_one(
         [*range(64), *response[:64]],
         [*range(10), *response],
     ]
+
+
+def test_the_canary_of_a_batch_reads_its_own_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may have a hundred million."""
+    read = [0]
+    really = torch.Tensor.tolist
+
+    def counts(tensor: torch.Tensor) -> list:
+        read[0] += tensor.numel()
+        return really(tensor)
+
+    batch = random_batch(3, size=64)
+    monkeypatch.setattr(torch.Tensor, "tolist", counts)
+    found = canary_of(batch)
+    assert read[0] <= sum(map(len, found)) + 3 * 64 < len(batch.tokens)
 
 
 def test_what_is_no_self_test_is_named(tmp_path) -> None:

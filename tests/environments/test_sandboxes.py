@@ -315,6 +315,41 @@ class Fusion(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
 
+def test_a_sandbox_that_is_closed_ends_what_runs_in_it() -> None:
+    """A program may run for long, and others wait for its worker."""
+    made = make_sandbox("bubblewrap", None, 1, MEMORY_MB, 2000)
+    assert run(made, "print(1)") == Ran("1\n", False)
+
+    async def story() -> list[Any]:
+        tasks = [asyncio.create_task(made.run("import time; time.sleep(600)", 600.0)) for _ in "ab"]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(made.close)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    ended, waited = asyncio.run(story())
+    assert ended.failed and isinstance(waited, asyncio.CancelledError)
+    children = psutil.Process().children(recursive=True)
+    assert not [each for each in children if each.name() == "bwrap"]
+    made.close()
+
+
+def test_a_server_that_does_not_answer_does_not_keep_a_finished_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        program = f"""
+import asyncio
+from megatron_stare.environments.sandboxes import make_sandbox
+box = make_sandbox("remote", "http://127.0.0.1:{silent.getsockname()[1]}", 1, {MEMORY_MB}, 5)
+async def story():
+    task = asyncio.create_task(box.run("x", 600.0))
+    await asyncio.sleep(0.1)
+    task.cancel()
+asyncio.run(story())
+box.close()
+"""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+
+
 def test_a_sandbox_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxes, "FIRST_PAUSE_S", 0.0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Fusion)

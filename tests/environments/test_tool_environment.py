@@ -265,6 +265,19 @@ def test_a_programs_wait_for_a_worker_is_not_counted(monkeypatch: pytest.MonkeyP
     assert answers(found) == ["1", "1", "Error: the time of 5 seconds for calls is used up"]
 
 
+def test_an_environment_that_is_closed_closes_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Box:
+        def close(self) -> None:
+            closed.append("box")
+
+    monkeypatch.setattr(tools_module, "make_sandbox", lambda *_: Box())
+    environment = tools(tools=["code_interpreter", f"{OWN}:add"])
+    environment.close()
+    assert closed == ["box"]
+
+
 def test_no_room_for_an_answer_ends_the_response() -> None:
     asked = call("add", first=1)
     whole = run(tools(), Script(asked, "done"))
@@ -413,7 +426,7 @@ def test_a_call_that_waits_for_a_thread_loses_none_of_its_time(tmp_path: Path) -
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     environment = tools(tools=[f"{OWN}:reads", f"{OWN}:add"], call_seconds=0.05)
-    environment._threads = tools_module._Threads(1)
+    environment._threads = tools_module.DaemonThreads(1)
 
     def lets_go() -> None:
         while not environment._held:
@@ -433,7 +446,7 @@ def test_a_call_that_waits_for_a_thread_is_not_made_if_its_response_is_cut(tmp_p
     pipe, mark = tmp_path / "pipe", tmp_path / "mark"
     os.mkfifo(pipe)
     environment = tools(tools=[f"{OWN}:reads", f"{OWN}:marks"])
-    environment._threads = threads = tools_module._Threads(1)
+    environment._threads = threads = tools_module.DaemonThreads(1)
 
     def begin(one: str) -> asyncio.Task[Trajectory]:
         return asyncio.create_task(environment.run(prompt(environment), Script(one, "done")))

@@ -1,6 +1,7 @@
 """The signals of reward hacking against numbers worked out by hand."""
 
 import math
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,18 @@ def test_repetition_equals_counting_tuples(responses, n):
     assert (
         got == (total - sum(len(set(each)) for each in grams)) / total if total else math.isnan(got)
     )
+
+
+def test_repetition_of_a_large_batch_takes_the_memory_of_a_response():
+    """A batch may have a hundred million tokens."""
+    draw = torch.Generator().manual_seed(1)
+    responses = [torch.randint(0, 50, (20_000,), generator=draw) for _ in range(50)]
+    tracemalloc.start()
+    try:
+        assert 0 < repetition(responses) < 1
+        assert tracemalloc.get_traced_memory()[1] < 8 * 20_000 * 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_no_n_grams():

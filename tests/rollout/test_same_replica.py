@@ -319,6 +319,35 @@ def test_a_request_that_is_given_up_leaves_its_line() -> None:
     assert played(play()) == ["b"]
 
 
+def test_a_rollout_that_is_given_up_does_not_search_for_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal gives a run seconds to save; a rollout may have tens of thousands of requests."""
+    compared = [0]
+
+    def counts(one: object, other: object) -> bool:
+        compared[0] += 1
+        return one is other
+
+    async def play() -> dict[str, int]:
+        async with scene(capacity=50) as it:
+            for number in range(300):
+                await it.ask(f"new {number}")
+            for number in range(100):
+                await it.ask(f"continues {number}", replica=number % 2)
+            monkeypatch.setattr(GenerateRequest, "__eq__", counts)
+            for task in it.tasks:
+                task.cancel()
+            await settle()
+            for number in (0, 1):
+                await it.answer(number, f"new {number}")
+            return it.where
+
+    left = played(play())  # at the replicas, and nothing that waited has followed
+    assert len(left) == 98 and not any("continues" in rid for rid in left)
+    assert compared[0] < 1000
+
+
 def test_a_replica_that_lost_requests_is_given_one_at_a_time_in_the_next_rollout_too() -> None:
     """At once, whatever its back-off was, and until it answers."""
 

@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -88,9 +88,6 @@ class _Queue:
     again: deque[GenerateRequest] = field(default_factory=deque)
     continuing: dict[int, deque[GenerateRequest]] = field(default_factory=dict)
     new: deque[GenerateRequest] = field(default_factory=deque)
-
-    def lines(self) -> Iterator[deque[GenerateRequest]]:
-        yield from (self.again, self.new, *self.continuing.values())
 
 
 class RequestsPage:
@@ -223,18 +220,20 @@ class Dispatch:
         """
         answer: asyncio.Future[GenerateResult] = self.loop.create_future()
         self._asked[request.rid] = queue, request, answer
-        if request.replica is None or self._together:
-            queue.new.append(request)
-        else:
-            queue.continuing.setdefault(request.replica, deque()).append(request)
+        line = queue.new
+        if request.replica is not None and not self._together:
+            line = queue.continuing.setdefault(request.replica, deque())
+        line.append(request)
         self._assign_soon()
         try:
             return await answer
         except asyncio.CancelledError:
-            for line in queue.lines():
-                # ValueError: the request is already at a replica, which may still answer it
-                with contextlib.suppress(ValueError):
-                    line.remove(request)
+            # A replica's request is in no line. To search for each of thousands among the tens of
+            # thousands that wait would take longer than a run has to save.
+            if request.rid not in self._retries.given():
+                for each in (queue.again, line):
+                    with contextlib.suppress(ValueError):
+                        each.remove(request)
             raise
 
     def left(self, queue: _Queue) -> None:
