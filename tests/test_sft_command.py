@@ -156,6 +156,8 @@ def test_the_held_out_loss_is_that_of_the_exported_policy(tmp_path: Path) -> Non
         (["batch.mini_batch_prompts=2"], "fix: batch.epochs=1"),
         (["eval.prompts=4"], "evaluate the exported policy afterwards"),
         (["rollout.staleness=1"], "nothing is sampled"),
+        (["data.deduplicate=true"], "conversations are not compared"),
+        (["data.decontaminate=[held_out.jsonl]"], "fix: data.decontaminate=[]"),
         (["rollout.max_new_tokens=2", "rollout.max_prompt_tokens=2"], "20 of 20 rows"),
     ],
 )

@@ -295,6 +295,8 @@ def check_supervised(config: Config) -> None:
         ("model.reference_path", config.model.reference_path, None, "there is no reference"),
         ("eval.tasks", len(config.eval.tasks), 0, "evaluate the exported policy afterwards"),
         ("eval.prompts", config.eval.prompts, 0, "evaluate the exported policy afterwards"),
+        ("data.deduplicate", config.data.deduplicate, False, "conversations are not compared"),
+        ("data.decontaminate", config.data.decontaminate, [], "conversations are not compared"),
     ):
         if value == wanted:
             continue
