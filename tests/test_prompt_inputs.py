@@ -67,10 +67,13 @@ def test_the_same_files_are_known_again(folder: Path) -> None:
         "tokenizer_config.json",
         "chat template",
         "first prompt",
+        "set of stop tokens",
     } <= first.keys()
     again, _ = inputs(folder)
     refuse_other_inputs(first, again, config)
     refuse_other_inputs({}, again, config)  # of a release that saved none
+    former = {name: digest for name, digest in first.items() if name != "set of stop tokens"}
+    refuse_other_inputs(former, again, config)  # of a release that saved none of these
 
 
 @pytest.mark.parametrize(
@@ -85,8 +88,14 @@ def test_the_same_files_are_known_again(folder: Path) -> None:
             lambda folder: (folder / "model/added_tokens.json").write_text("{}"),
             {"added_tokens.json"},
         ),
+        (
+            lambda folder: (folder / "model/generation_config.json").write_text(
+                json.dumps({"eos_token_id": [1, 2, 3]})
+            ),
+            {"set of stop tokens"},
+        ),
     ],
-    ids=["chat-template", "system-prompt", "tokenizer"],
+    ids=["chat-template", "system-prompt", "tokenizer", "stop-tokens"],
 )
 def test_others_are_named(folder: Path, change: Any, named: set[str]) -> None:
     before, config = inputs(folder)

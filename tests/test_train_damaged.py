@@ -122,6 +122,24 @@ def test_the_command_that_is_offered_continues_and_keeps_what_it_passes_by(
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def test_a_start_from_an_earlier_step_that_fails_leaves_all_later_steps(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Record and checkpoints, so that the run can still be continued from its newest one."""
+    flip(run / "checkpoints/step_000002/__0_0.distcp")
+    files = ("metrics.jsonl", "eval.jsonl", "starts.jsonl")
+
+    def kept() -> dict[str, bytes]:
+        return contents(run / "checkpoints") | {name: (run / name).read_bytes() for name in files}
+
+    before = kept()
+    assert main(typed(run, "--from-step", "2")) == 2
+    assert "step_000002/__0_0.distcp: damaged" in capsys.readouterr().err
+    assert kept() == before
+    assert main(typed(run, "--resume", **{"run.steps": 5})) == 0
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4, 5]
+
+
 def test_without_verification_lengths_and_small_files_are_still_looked_at(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,9 +84,12 @@ class AgreementWatch:
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Adds the mean log-prob differences of earlier steps to the trend, so that the trend of a
-        resumed run covers the whole run. `rows` contains the metrics of the earlier steps, oldest
-        first."""
+        resumed run covers the whole run. Leaves out steps with tokens of older weights, as
+        `after_log_probs` does. `rows` contains the metrics of the earlier steps, oldest first."""
         for row in rows:
+            ages = {name for name in row if name.startswith("agreement/max_of_age_")}
+            if self._older and ages - {"agreement/max_of_age_1"}:
+                continue
             if "agreement/mean" in row:
                 self._means.add(row["agreement/mean"])
 

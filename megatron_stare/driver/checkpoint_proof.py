@@ -2,8 +2,8 @@
 the state that was saved.
 
 The canary consists of a few token sequences from the last trained batch. A checkpoint stores the
-canary and the canary's log-probs under the saved weights. If the reference policy was refreshed,
-the checkpoint also stores the canary's log-probs under the reference policy. For each weight tensor
+canary and the canary's log-probs under the saved weights. If the run has a reference policy, the
+checkpoint also stores the canary's log-probs under the reference policy. For each weight tensor
 and each tensor of the optimizer state, the checkpoint stores two sums: of the absolute values, and
 of the squares. After loading the checkpoint, the ranks compute the log-probs and the sums again,
 and the driver compares them with the stored numbers.
@@ -133,17 +133,16 @@ def layout_of(ranks: TrainerGroup, config: Config) -> str:
 
 def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype: str) -> list[str]:
     """Returns a list that describes every difference between `now` and `saved`. The list is empty
-    if there is no difference."""
+    if there is no difference. Log-probs that were not saved are not compared, because earlier
+    releases saved none of a fixed reference."""
     wrong = []
-    for name in sorted({*saved.log_probs, *now.log_probs}):
-        said = _log_probs(
-            saved.log_probs.get(name), now.log_probs.get(name), None if same_layout else dtype
-        )
+    for name, before in sorted(saved.log_probs.items()):
+        said = _log_probs(before, now.log_probs.get(name), None if same_layout else dtype)
         wrong += [f"log-probs of the {name} {said}"] if said else []
-    for what, before in saved.counts.items():
-        if now.counts.get(what) != before:
+    for what, count in saved.counts.items():
+        if now.counts.get(what) != count:
             wrong.append(
-                f"{what}: {before:g} were saved, {now.counts.get(what, math.nan):g} are there"
+                f"{what}: {count:g} were saved, {now.counts.get(what, math.nan):g} are there"
             )
     for name in sorted({*saved.sums, *now.sums}):
         one, other = saved.sums.get(name), now.sums.get(name)
@@ -158,17 +157,15 @@ def _alike(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SUMS) or (math.isnan(one) and math.isnan(other))
 
 
-def _log_probs(
-    saved: Sequence[float] | None, now: Sequence[float] | None, dtype: str | None
-) -> str:
+def _log_probs(saved: Sequence[float], now: Sequence[float] | None, dtype: str | None) -> str:
     """Describes how log-probs differ. Returns "" if the log-probs are close enough.
 
     Args:
         dtype: dtype that sets the tolerance if the layout has changed. None: the bits must be
             equal.
     """
-    if saved is None or now is None:
-        return "were not saved" if saved is None else "cannot be computed"
+    if now is None:
+        return "cannot be computed"
     apart = [_apart(a, b) for a, b in zip(saved, now, strict=True)]
     unequal = sum(each > 0 for each in apart)
     largest, mean = max(apart, default=0.0), sum(apart) / max(len(apart), 1)

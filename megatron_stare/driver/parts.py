@@ -210,13 +210,13 @@ class Saves(Part):
         return self._checkpoints.metrics()
 
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Finishes the pending checkpoint if the run was interrupted, or if a guard ended the run.
+        """Finishes the pending checkpoint, unless the run lost a worker.
 
         If a signal or the time limit interrupted the run, waits a limited time for the pending
         checkpoint. After this wait, saves a checkpoint of the last finished step, if the run can
         still be saved and no guard rejects the step. If a guard or non-finite values ended the run,
-        only waits for the pending checkpoint. After an error of any other kind, does nothing,
-        because the ranks may have failed. Incomplete checkpoints are removed later.
+        only waits for the pending checkpoint. After an error of any other kind, waits a limited
+        time, because the ranks may have failed. Incomplete checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.
@@ -224,6 +224,9 @@ class Saves(Part):
         if isinstance(error, RollBack | GuardError | NonFiniteError):
             with contextlib.suppress(UserError):
                 self._checkpoints.finish()
+        elif isinstance(error, Exception) and not isinstance(error, WorkerLostError):
+            with contextlib.suppress(Exception):  # the error that ended the run is the one to show
+                self._checkpoints.finish(INTERRUPTED_S)
         if not isinstance(error, KeyboardInterrupt):
             return
         with contextlib.suppress(UserError):

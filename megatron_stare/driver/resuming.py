@@ -2,9 +2,9 @@
 starts. Checks whether the configuration allows the resume.
 
 A resumed run must have the same values of most settings as the original run. The tokenizer, the
-chat template and the system prompt must also be the same, because a replaced file would silently
-change every prompt. Every checkpoint contains digests that reveal changes of the tokenizer, the
-chat template and the system prompt.
+chat template, the system prompt and the stop tokens must also be the same, because a replaced file
+would silently change every prompt or response. Every checkpoint contains digests that reveal such
+changes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptSource
 from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
+from megatron_stare.rollout.engines.model_folder import stop_token_ids
 from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
 from megatron_stare.run_dir.run_state import (
     CONFIG,
@@ -67,9 +68,10 @@ FREE_TO_CHANGE = (
 NOT_FREE = ("run.seed", "sglang.dtype", "sglang.seeds")
 # not free either if the loss depends on which tokens share a micro-batch
 _DIVISION = ("parallel.", "batch.micro_batch_tokens", "batch.packed")
-# names of the digests of prompt inputs that are not files
+# names of the digests that are not of files
 FIRST_PROMPT = "first prompt"
 CHAT_TEMPLATE = "chat template"
+STOP_TOKENS = "set of stop tokens"
 _FILES = (  # tokenizer files
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -252,12 +254,13 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """Returns the SHA-256 digests of all inputs that determine the prompts, keyed by the input's
-    name.
+    """Returns the SHA-256 digests of all inputs that determine the prompts or end the responses,
+    keyed by the input's name.
 
-    The inputs are the tokenizer's files, the token ids of the first prompt, and, if prompts use a
-    chat template, the chat template. The first prompt reveals changes that do not appear in the
-    tokenizer's files, such as a new system prompt or a new order of the data.
+    The inputs are the tokenizer's files, the token ids of the first prompt, the chat template if
+    prompts use a chat template, and the stop tokens if responses are sampled. The first prompt
+    reveals changes that do not appear in the tokenizer's files, such as a new system prompt or a
+    new order of the data.
 
     Args:
         source: prompt source at its beginning. The position of the source is restored.
@@ -271,6 +274,9 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
     }
     if config.data.chat_template:
         found[CHAT_TEMPLATE] = _digest(json.dumps(tokenizer.chat_template).encode())
+    if not config.supervised:
+        stops = stop_token_ids(config.model.path, tokenizer)
+        found[STOP_TOKENS] = _digest(json.dumps(stops).encode())
     before = dict(source.state())
     (prompt,) = source.take(1)
     source.restore(before)
@@ -279,15 +285,15 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
-    """Raises DataError if a tokenizer file, the chat template or the first prompt has changed since
-    the run was started. Compares the digests of these inputs. Accepts runs of old releases, which
-    saved no digests."""
+    """Raises DataError if a tokenizer file, the chat template, the stop tokens or the first prompt
+    has changed since the run was started. Compares the digests of these inputs. Accepts runs of old
+    releases, which saved no digests or none of the stop tokens."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
-        if saved.get(name) == now.get(name):
+        if saved.get(name) == now.get(name) or (name == STOP_TOKENS and name not in saved):
             continue
         how = "is gone" if name not in now else "is new" if name not in saved else "has changed"
         raise DataError(
-            f"{name} {how} since the run was started, so its prompts would change",
+            f"{name} {how} since the run was started, so its prompts or responses would change",
             where=config.model.path,
             fix=(
                 "restore it (and the data, if the first prompt has changed), or start a new run"

@@ -344,7 +344,8 @@ class Session:
 
     def _continue(self, restored: Path | None) -> None:
         """If there is a checkpoint to resume from, loads the checkpoint and logs the step after
-        which the run continues."""
+        which the run continues. Removes later steps from the record of a resumed run only after
+        the load, so that a start that fails loses no step."""
         if restored:
             with offering_older(restored):
                 self.checkpoints.load(restored)
@@ -355,6 +356,8 @@ class Session:
                 )
         elif self._held.resumes:
             self.monitor.note("the run ended before its first checkpoint: starting from step 0")
+        if self._held.resumes:
+            self.monitor.resume_record(self.state.step)
         if self._held.restarted and self._held.restarts:
             self.monitor.note(f"automatic restart {self._held.restarts} of this run")
         if self._held.resumes:

@@ -552,7 +552,8 @@ class Trainer:
         finish_gather(policy.model)
         batch = self._batch_of(share, plan)
         found = {"policy": compute_log_probs(policy.model, batch, policy.head)[0]}
-        if moving and policy.reference is not None:
+        # a fixed reference is no part of the checkpoint: its folder may have changed
+        if policy.reference is not None:
             found["reference policy"] = policy.reference.compute_log_probs(batch, policy.head)
         log_probs = {name: (batch.index, each.float().cpu()) for name, each in found.items()}
         return RankProof(log_probs if policy.layout.last_stage else {}, *state_sums(policy, moving))

@@ -90,7 +90,8 @@ class Sink:
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         """Opens the sink for a run that resumes after step `step`. A resumed run calls `resume`
         instead of `start`. The sink must drop all records of steps and evaluations after `step`,
-        because the run repeats them.
+        because the run repeats them. An essential sink is opened only after the run has loaded its
+        checkpoint, so that a start that fails does not shorten the record.
 
         Args:
             step: last step that the run keeps; 0 if the run ended before its first checkpoint.

@@ -99,6 +99,23 @@ def test_a_run_that_is_continued_remembers_what_it_began_with() -> None:
     assert all("agreement/trend" not in fresh.after_log_probs(step) for step in range(5))
 
 
+def test_a_run_that_is_continued_leaves_out_what_older_weights_sampled_as_before() -> None:
+    """Every batch is of version 0: the first is of the newest weights, the others are not."""
+
+    def told(step: int, here: AgreementWatch) -> dict[str, float]:
+        trainers.told = found(0.5 if step else 0.006)
+        return here.after_log_probs(step + 1)
+
+    trainers = Trainers()
+    live, resumed = (watch(trainers, staleness=1) for _ in range(2))
+    rows = [told(step, live) for step in (0, 1, 1, 1, 1)]
+    assert [row["agreement/mean"] for row in rows] == [0.006, *[0.5] * 4]
+    resumed.restore(rows)
+    for here in (live, resumed):
+        trends = [told(0, here).get("agreement/trend") for _ in range(5)]
+        assert trends == [*[None] * 4, 1.0]
+
+
 def test_what_older_weights_sampled_is_shown_and_not_judged() -> None:
     """Its log-probs differ from the trainer's as the policies do. What the newest sampled is
     judged."""

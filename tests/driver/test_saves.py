@@ -9,10 +9,18 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_stare.driver.parts import INTERRUPTED_S, Saves
-from megatron_stare.errors import UserError
+from megatron_stare.errors import (
+    GuardError,
+    NonFiniteError,
+    RewardFailureError,
+    RollBack,
+    UserError,
+)
 from megatron_stare.process import interruption
 from megatron_stare.process.interruption import Interruption
 from megatron_stare.process.workers import WorkerLostError
+from megatron_stare.rollout.agreement.agreement import AgreementError
+from megatron_stare.rollout.engines.engine import EngineLostError
 from megatron_stare.run_dir.run_state import RunState
 
 
@@ -58,6 +66,37 @@ def test_a_save_under_way_is_waited_for(
         assert waited is None
     else:
         assert waited is not None and longest - 5 < waited <= longest
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (RollBack(3, "entropy", ()), [None]),
+        (GuardError("collapsed"), [None]),
+        (NonFiniteError("three in a row"), [None]),
+        (RewardFailureError("too many"), [INTERRUPTED_S]),
+        (EngineLostError("gone"), [INTERRUPTED_S]),
+        (AgreementError("they differ"), [INTERRUPTED_S]),
+        (RuntimeError("a fault of ours"), [INTERRUPTED_S]),
+        (WorkerLostError("a rank died"), []),
+        (None, []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_that_leaves_the_ranks_leaves_the_save_under_way(
+    error: Exception | None, waits: list[float | None]
+) -> None:
+    """A step later it would be the newest, and the steps up to it would not be made again."""
+
+    class FailsToo(UnderWay):
+        def finish(self, timeout_s: float | None = None) -> None:
+            super().finish(timeout_s)
+            raise UserError("the disk is full")
+
+    for checkpoints in (UnderWay(), FailsToo()):
+        saves = Saves(None, checkpoints, None, None, None, None, None, None)  # type: ignore[arg-type]
+        saves.close(type(error), error, None)
+        assert checkpoints.waits == waits
 
 
 @pytest.mark.parametrize(

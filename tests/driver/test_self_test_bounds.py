@@ -72,6 +72,8 @@ def test_sums_and_counts_in_any_layout() -> None:
     )
     for same in (True, False):
         assert differences(SAVED, near, same_layout=same, dtype="float32") == []
+        former = replace(SAVED, log_probs={**SAVED.log_probs, "reference policy": [-1.0]})
+        assert differences(SAVED, former, same_layout=same, dtype="float32") == []
         for wrong, said in [
             (far, "optimizer: m has the squared norm 2.00000002, 2 was saved"),
             (fresh, "steps of Adam: 4 were saved, 0 are there"),

@@ -56,6 +56,10 @@ def test_every_generator_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert set_on_gpu == [torch.tensor([7])]
     assert tracked.states_ == {"model-parallel-rng": torch.tensor([5])}
 
+    checkpoint._set_random_states(states)  # of a run on a CPU: the GPU's stay those of the start
+    assert torch.equal(torch.rand(3), drawn)
+    assert len(set_on_gpu) == 1 and tracked.states_ == {"model-parallel-rng": torch.tensor([5])}
+
 
 @pytest.mark.wide
 @pytest.mark.distributed

@@ -159,6 +159,15 @@ def reference_as_it_began(trainer: Trainer, folder: str) -> None:
         weight.data.copy_(kept)
 
 
+def reference_of_other_weights(trainer: Trainer, folder: str) -> None:
+    """The folder that a fixed reference is read from has changed."""
+    trainer.load(folder)
+    assert trainer.policy.reference is not None
+    for chunk in trainer.policy.reference.model:
+        for weight in chunk.parameters():
+            weight.data.mul_(1.01)
+
+
 def padding_that_counts(trainer: Trainer, folder: str) -> None:
     """The rows that pad the vocabulary are words that can be said."""
     trainer.load(folder)
@@ -260,6 +269,13 @@ def test_a_reference_that_moved_and_was_not_restored(writers: RankPool, tmp_path
     assert test.proof.log_probs["policy"] != test.proof.log_probs["reference policy"]
     assert any("log-probs of the reference policy differ at" in line for line in found)
     assert all("reference policy" in line for line in found)
+
+
+def test_a_fixed_reference_that_changed_is_named(writers: RankPool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, {}, algorithm=REFERENCE)
+    (found,), test = checked(writers, tmp_path, config, config, reference_of_other_weights)
+    assert "log-probs of the reference policy differ at" in found
+    assert not any("reference" in name for name in test.proof.sums)  # read from its folder
 
 
 def test_other_code_is_held_to_rounding_and_the_same_to_the_bit(tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_a_resumed_run_is_told_once_and_remembers(
     calls: list[Any] = []
     again = monitor_of(tmp_path, seen=Recorder(calls))
     again.resume(20)
+    again.resume_record(20)
     log(again, 21, **{"optimizer/grad_norm": 10.5})  # ten times the median of the steps that count
     again.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -182,6 +183,7 @@ def test_no_step_stands_twice_however_often_and_far_back_a_run_is_continued(tmp_
     for step, ahead in ((4, (5, 6, 7)), (2, (3, 4, 5, 6))):
         monitor = monitor_of(tmp_path, files)
         monitor.resume(step)
+        monitor.resume_record(step)
         log(monitor, *ahead)
         monitor.evaluation({"step": 6, "weights": "trained", "pass1": 0.5})
         monitor.close()

@@ -298,7 +298,8 @@ def _random_states() -> dict[str, Any]:
 
 def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available():
+    # a run that was saved on a CPU has none of a GPU: those of the start stay
+    if torch.cuda.is_available() and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
         tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 

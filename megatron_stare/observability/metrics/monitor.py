@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -64,14 +64,17 @@ class Monitor:
             self._begin(name, sink, lambda sink: sink.start(self._run))
 
     def resume(self, step: int) -> None:
-        """Starts all sinks for a run that resumes after `step`. Raises UserError if a sink cannot
-        start."""
-        rows = self.resumed = [
-            row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step
-        ]
-        self._watch.restore(rows)
-        for name, sink in self._sinks.items():
-            self._begin(name, sink, lambda sink: sink.resume(self._run, step, rows))
+        """Starts the sinks of a run that resumes after `step`, except for essential sinks. Raises
+        UserError if a sink cannot start."""
+        self.resumed = self._rows(step)
+        self._watch.restore(self.resumed)
+        self._resume_sinks(step, self.resumed, essential=False)
+
+    def resume_record(self, step: int) -> None:
+        """Starts the essential sinks of a run that resumes after `step`. Essential sinks remove
+        later steps from the run's record, so call `resume_record` only when the start can no longer
+        fail. Raises UserError if a sink cannot start."""
+        self._resume_sinks(step, self._rows(step), essential=True)
 
     def begin_step(self) -> None:
         """Starts the clock of the next step."""
@@ -152,6 +155,16 @@ class Monitor:
         finally:
             self._tell(lambda sink: sink.end_phase(phase))
 
+    def _rows(self, step: int) -> list[dict[str, Any]]:
+        return [row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step]
+
+    def _resume_sinks(
+        self, step: int, rows: Sequence[Mapping[str, float]], *, essential: bool
+    ) -> None:
+        for name, sink in self._sinks.items():
+            if sink.essential == essential:
+                self._begin(name, sink, lambda sink: sink.resume(self._run, step, rows))
+
     def _begin(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
         """Starts a sink. If a sink cannot start, the run ends, because no training time is lost yet
         and the user can fix the sink."""
@@ -168,8 +181,9 @@ class Monitor:
             ) from error
 
     def _tell(self, call: Callable[[Sink], None]) -> None:
-        for name, sink in self._open.items():
-            self._guarded(name, sink, call)
+        for name, sink in self._sinks.items():
+            if name in self._open:
+                self._guarded(name, sink, call)
 
     def _guarded(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
         """Calls one sink and handles its errors."""
