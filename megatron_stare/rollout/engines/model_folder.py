@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -15,6 +16,8 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.batch import FinishReason
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, runs_between
 from megatron_stare.rollout.engines.engine import GenerateResult
+
+_PROBE = "What is 31*1234?\nIt's 6 + 5."  # tokenizers split its numbers and words differently
 
 
 def read_model_config(model_path: str) -> Any:
@@ -75,12 +78,49 @@ def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a Hugging Face folder. Raises DataError if the folder's tokenizer
-    cannot be loaded. Downloads nothing."""
+    """Returns the tokenizer of a Hugging Face folder. Downloads nothing.
+
+    Raises:
+        DataError: the folder's tokenizer cannot be loaded, has no vocabulary, or encodes text
+            differently from the folder's tokenizer.json.
+    """
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the tokenizer: {error}", where=path) from error
+    _check_encoding(tokenizer, path)
+    return tokenizer
+
+
+def _check_encoding(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises DataError if the tokenizer has no vocabulary, or encodes text differently from the
+    folder's tokenizer.json. transformers loads both tokenizers without an error."""
+    ids = tokenizer.encode(_PROBE, add_special_tokens=False)
+    if not ids and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
+        raise DataError(
+            "the tokenizer has special tokens, but no vocabulary",
+            where=path,
+            fix="download this model's tokenizer.json, or vocab.json and merges.txt",
+        )
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return
+    own = Tokenizer.from_file(str(file))
+    own.no_padding()
+    own.no_truncation()
+    # a small vocabulary lacks parts of the text, which classes leave out or encode as unknown
+    unknown = own.token_to_id(getattr(own.model, "unk_token", None) or "")
+    found = own.encode(_PROBE, add_special_tokens=False).ids
+    if [id for id in found if id != unknown] != [id for id in ids if id != unknown]:
+        raise DataError(
+            f"{type(tokenizer).__name__}, which transformers loads here, encodes text differently"
+            " from tokenizer.json",
+            where=path,
+            fix=(
+                "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json;"
+                " transformers ignores this setting for qwen2, which needs Qwen2's tokenizer.json"
+            ),
+        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
