@@ -113,6 +113,15 @@ class ModelFamily:
         Args:
             where: path of the config.json, for the error message.
         """
+        if config.get("quantization_config"):
+            raise DataError(
+                "quantised weights (quantization_config) are not supported",
+                where=where,
+                fix=(
+                    "use the checkpoint that was not quantised; if its weights were dequantised,"
+                    " remove quantization_config from config.json"
+                ),
+            )
         _refuse_two_ropes(config, where)
         rope = rope_parameters(config)
         scaling = rope["rope_type"]

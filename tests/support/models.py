@@ -304,6 +304,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "RoPE scaling 'longrope' is not",
     ),
     (
+        "qwen3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantised weights (quantization_config) are not supported",
+    ),
+    (
         "qwen2",
         {"rope_parameters": {**YARN_ROPE, "attn_factor": 0.878}},
         "attn_factor in rotary parameters of type 'yarn' is not supported",
