@@ -12,7 +12,11 @@ from support.runs import ROOT
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron_stare.errors import DataError
-from megatron_stare.rollout.engines.model_folder import load_tokenizer
+from megatron_stare.rollout.engines.model_folder import (
+    load_tokenizer,
+    model_stop_token_ids,
+    read_model_config,
+)
 
 CHAT = ROOT / "assets/tiny-chat"
 LINE = "What is 31*1234?"
@@ -109,3 +113,55 @@ def test_a_tokenizer_of_sentences_is_taken(folder: Path, normalised: bool) -> No
     tokenizer = load_tokenizer(str(folder))
     assert type(tokenizer).__name__ == "LlamaTokenizer"
     assert tokenizer.decode(tokenizer.encode(LINE, add_special_tokens=False)) == LINE
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'factor'"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+            "'low_freq_factor'",
+        ),
+        ({"max_position_embeddings": 16384.0}, "'max_position_embeddings' expected int, got float"),
+        ({"eos_token_id": "258"}, "'eos_token_id' with value '258'"),
+        ({"rms_norm_eps": "1e-6"}, "'rms_norm_eps' expected float, got str"),
+    ],
+)
+def test_a_config_with_a_wrong_field_is_refused_with_the_field(
+    folder: Path, fields: dict[str, Any], said: str
+) -> None:
+    change(folder / "config.json", **fields)
+    for read in (read_model_config, model_stop_token_ids, load_tokenizer):
+        with pytest.raises(DataError) as refused:
+            read(str(folder))
+        assert said in str(refused.value)
+        assert refused.value.where == str(folder)
+        assert "fix: correct the file" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"eos_token_id": 258,}', r"generation_config\.json does not load: .*not a valid JSON"),
+        ("[]", r"generation_config\.json does not load: "),
+        (
+            '{"eos_token_id": "258"}',
+            r"eos_token_id '258' in generation_config\.json is not a token",
+        ),
+    ],
+)
+def test_an_invalid_generation_config_is_refused(folder: Path, text: str, said: str) -> None:
+    assert model_stop_token_ids(str(folder)) == (258,)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(DataError, match=said) as refused:
+        model_stop_token_ids(str(folder))
+    assert refused.value.where == str(folder) and "fix: " in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"added_tokens": [],}'])
+def test_a_damaged_tokenizer_json_is_refused(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(DataError, match="the tokenizer, or") as refused:
+        load_tokenizer(str(folder))
+    assert refused.value.where == str(folder)

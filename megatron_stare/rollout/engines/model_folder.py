@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -18,6 +19,8 @@ from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, runs_betw
 from megatron_stare.rollout.engines.engine import GenerateResult
 
 _PROBE = "What is 31*1234?\nIt's 6 + 5."  # tokenizers split its numbers and words differently
+# raised by transformers for a file with invalid JSON, or with a field missing or of a wrong type
+_INVALID = (OSError, ValueError, TypeError, LookupError, StrictDataclassError)
 
 
 def read_model_config(model_path: str) -> Any:
@@ -31,8 +34,8 @@ def read_model_config(model_path: str) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"config.json does not load: {error}", where=model_path) from error
+    except _INVALID as error:
+        raise _not_loaded("config.json", error, model_path) from error
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -59,16 +62,31 @@ def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
     ascending order. The result may be empty.
 
     Raises:
-        DataError: the folder has no readable model config.
+        DataError: the folder has no readable model config, or its generation config is invalid.
     """
     ids = set(_as_ids(getattr(read_model_config(model_path), "eos_token_id", None)))
     if (Path(model_path) / "generation_config.json").is_file():
-        ids |= set(
-            _as_ids(
-                GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        try:
+            found = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        except _INVALID as error:
+            raise _not_loaded("generation_config.json", error, model_path) from error
+        if not all(isinstance(id, int) for id in _as_ids(found)):
+            raise DataError(
+                f"eos_token_id {found!r} in generation_config.json is not a token id",
+                where=model_path,
+                fix="write the id as a number, or several ids as a list of numbers",
             )
-        )
+        ids |= set(_as_ids(found))
     return tuple(sorted(ids))
+
+
+def _not_loaded(what: str, error: Exception, path: str) -> DataError:
+    said = " ".join(str(error).split())  # some messages have several lines
+    return DataError(
+        f"{what} does not load: {said}",
+        where=path,
+        fix="correct the file, or download it again",
+    )
 
 
 def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
@@ -86,8 +104,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer: {error}", where=path) from error
+    except _INVALID as error:
+        raise _not_loaded("the tokenizer, or config.json beside it,", error, path) from error
     _check_encoding(tokenizer, path)
     return tokenizer
 
