@@ -536,6 +536,30 @@ def test_processes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "modules"),
+    [
+        ("config.json", {"AutoConfig": "configuration_mine.MineConfig"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_mine.Mine", None]}),
+        ("tokenizer_config.json", ["tokenization_mine.Mine", None]),
+    ],
+)
+def test_modules_that_a_folder_names_are_copied(tmp_path: Path, file: str, modules: Any) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "folder").mkdir(parents=True)
+    target.mkdir()
+    names = ("configuration_mine.py", "tokenization_mine.py", "imported_by_both.py")
+    for name in (*names, "folder/deeper.py"):
+        (source / name).write_text(f"# {name}")
+    (source / "config.json").write_text("{}")
+    copy_companions(source, target)
+    assert [each.name for each in target.iterdir()] == ["config.json"]
+    (source / file).write_text(json.dumps({"auto_map": modules}))
+    copy_companions(source, target)
+    assert {each.name for each in target.iterdir()} == {"config.json", file, *names}
+    assert all((target / name).read_text() == f"# {name}" for name in names)
+
+
+@pytest.mark.parametrize(
     ("state", "wanted"),
     [
         ('{"format": 8, "stops": [2, 7]}', [2, 7]),
