@@ -17,6 +17,8 @@ from support.runs import ROOT, environment, metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stare.cli import main
+from megatron_stare.commands.evaluate.offline_evaluation import read
+from megatron_stare.config.load import load_config
 from megatron_stare.data.messages import rendered
 from megatron_stare.observability.metrics.figures import verdict
 from megatron_stare.observability.report.headline import headline
@@ -128,6 +130,8 @@ def test_the_held_out_loss_is_that_of_the_exported_policy(tmp_path: Path) -> Non
     for name in ("generation_config.json", "config.json"):
         told = json.loads((base / name).read_text())
         (base / name).write_text(json.dumps({**told, "eos_token_id": 256}))
+    told = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**told, "eos_token": "<|endoftext|>"}))
     parallel = ("runtime.runner=ray", "parallel.tensor=2", "run.steps=2")
     done = sft(folder, "run.dir=run", f"model.path={base}", *parallel)
     assert done.returncode == 0, done.stderr
@@ -141,6 +145,13 @@ def test_the_held_out_loss_is_that_of_the_exported_policy(tmp_path: Path) -> Non
         total, number = total + float(found.loss.detach()) * sum(mask), number + sum(mask)
     assert model_stop_token_ids(str(folder / "run/hf")) == (256, 258)
     assert model.generation_config.eos_token_id == [256, 258]
+    assert main(["convert", str(folder / "run"), str(folder / "converted")]) == 0
+    assert model_stop_token_ids(str(folder / "converted")) == (256, 258)
+    config = load_config(
+        ROOT / "configs/quickstart.yaml",
+        [f"model.path={base}", "eval.prompts=1", "rollout.max_prompt_tokens=32"],
+    )
+    assert read(config, folder / "run", []).stop_ids == (256, 258)
     assert metrics(folder / "run")[-1]["heldout/loss"] == pytest.approx(total / number, rel=1e-5)
 
 

@@ -162,6 +162,11 @@ def _of_unknown_inputs(run_state: Tree) -> Tree:
     return {**run_state, "inputs": {}}
 
 
+def _without_stops(run_state: Tree) -> Tree:
+    """Adds an empty list of stop tokens, because format 7 did not record stop tokens."""
+    return {**run_state, "stops": []}
+
+
 UPGRADES = (
     Upgrade(config=_servers_that_are_used),  # from 1, which had no number
     Upgrade(config=_cache_of_the_device),  # from 2
@@ -169,6 +174,7 @@ UPGRADES = (
     Upgrade(run_state=_without_rollbacks),  # from 4
     Upgrade(config=with_new_names),  # from 5
     Upgrade(config=_address_that_is_used),  # from 6
+    Upgrade(run_state=_without_stops),  # from 7
 )
 FORMAT = 1 + len(UPGRADES)
 FIRST_WITH_CHECKSUMS = 4  # first format whose checkpoints contain checksums

@@ -139,6 +139,7 @@ class Session:
             self.state.rollbacks = max(self.state.rollbacks, self.dir.rollbacks(), key=len)
             self.source.leave_out(self.state.left_out)
         self.state.inputs = made_with
+        self.state.stops = sorted(getattr(inputs.source, "ends", ()))
         held.state = self.state
         if not (held.restarted or held.went_back):  # else the lost session may have done it
             check_dump_step(self.config, dump_step, self.state.step)
@@ -419,7 +420,7 @@ class Session:
             self.dir.path / "hf",
             Path(self.config.model.path),
             self.state.step,
-            stops=getattr(self._inputs.source, "ends", ()),
+            stops=self.state.stops,
         )
         self.monitor.finish()
         return self.dir.path

@@ -21,6 +21,31 @@ from megatron_stare.errors import DataError
 from megatron_stare.models.rules import DENSE, Rule, numbered
 from megatron_stare.models.shape import ModelShape
 
+# known keys of rotary parameters by type, besides those of every type; a key that transformers
+# ignores may still change what a server computes
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+        "yarn": (
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    }
+)
+
 
 @dataclass(frozen=True)
 class Served:
@@ -88,6 +113,15 @@ class ModelFamily:
         Args:
             where: path of the config.json, for the error message.
         """
+        if config.get("quantization_config"):
+            raise DataError(
+                "quantised weights (quantization_config) are not supported",
+                where=where,
+                fix=(
+                    "use the checkpoint that was not quantised; if its weights were dequantised,"
+                    " remove quantization_config from config.json"
+                ),
+            )
         _refuse_two_ropes(config, where)
         rope = rope_parameters(config)
         scaling = rope["rope_type"]
@@ -96,6 +130,7 @@ class ModelFamily:
             raise DataError(
                 f"RoPE scaling {scaling!r} is not supported", where=where, fix=f"known: {known}"
             )
+        _refuse_unknown_rope_keys(rope, where)
         found = [f"{what} ({key})" for key, what in self.unsupported.items() if config.get(key)]
         rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if rotated not in (None, 1) and not self.rotates_parts:
@@ -276,6 +311,18 @@ def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
             " beside its rope_theta"
         ),
     )
+
+
+def _refuse_unknown_rope_keys(rope: Mapping[str, Any], where: str) -> None:
+    """Raises DataError if rotary parameters of a type in _ROPE_KEYS have an unknown key."""
+    scaling = rope["rope_type"]
+    known = ("rope_type", "rope_theta", "partial_rotary_factor", *_ROPE_KEYS.get(scaling, rope))
+    if unknown := [key for key in rope if key not in known]:
+        raise DataError(
+            f"{unknown[0]} in rotary parameters of type {scaling!r} is not supported",
+            where=where,
+            fix=f"known: {', '.join(known)}",
+        )
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class RunState:
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     # digests of the prompt inputs (driver/resuming.py); {}: not known
     inputs: dict[str, str] = field(default_factory=dict)
+    # special tokens that end turns of the demonstrations, in ascending order
+    stops: list[int] = field(default_factory=list)
     # in-flight responses to prompts that `data` counts as taken; a separate file in a checkpoint
     kept: bytes = b""
 

@@ -53,15 +53,15 @@ def test_what_is_written_today_says_so(tmp_path: Path, checkpoint: Path) -> None
         == load_recorded(tmp_path / "config.yaml")
         == config
     )
-    state = RunState(**STATE)
+    state = RunState(**STATE, stops=[7])
     (checkpoint / "run_state.json").write_text(state.to_json())
-    assert json.loads(state.to_json()) == {"format": FORMAT, **STATE, "rollbacks": []}
+    assert json.loads(state.to_json()) == {"format": FORMAT, **STATE, "rollbacks": [], "stops": [7]}
     assert RunState.read(checkpoint) == state
 
 
 def test_without_a_number_it_is_the_first_format(tmp_path: Path, checkpoint: Path) -> None:
     (checkpoint / "run_state.json").write_text(json.dumps(OF_FIRST))
-    assert RunState.read(checkpoint) == RunState(**OF_FIRST, inputs={})
+    assert RunState.read(checkpoint) == RunState(**OF_FIRST, inputs={}, stops=[])
     unread = {"model": {"path": "m"}, "sglang": {"seeds": True}, "rollout": {"engine": "local"}}
     first = write(tmp_path / "config.yaml", unread)
     assert not load_recorded(first).sglang.seeds

@@ -303,6 +303,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {"type": "longrope"}, "rope_parameters": GONE},
         "RoPE scaling 'longrope' is not",
     ),
+    (
+        "qwen3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "quantised weights (quantization_config) are not supported",
+    ),
+    (
+        "qwen2",
+        {"rope_parameters": {**YARN_ROPE, "attn_factor": 0.878}},
+        "attn_factor in rotary parameters of type 'yarn' is not supported",
+    ),
+    (
+        "llama",
+        {"rope_parameters": GONE, "rope_theta": 1e4, "rope_scaling": {"factor": 4.0}},
+        "factor in rotary parameters of type 'default' is not supported",
+    ),
     ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
     (
         "phi3",

@@ -32,7 +32,7 @@ from megatron_stare.weights.files import convert as conversion
 from megatron_stare.weights.files import torch_dist_writer
 from megatron_stare.weights.files.blocks import cut
 from megatron_stare.weights.files.check import check_folder
-from megatron_stare.weights.files.convert import Options, compare, convert
+from megatron_stare.weights.files.convert import Options, compare, convert, stops_of
 from megatron_stare.weights.files.hf_folder import (
     HfFolder,
     add_stops,
@@ -533,6 +533,48 @@ def test_processes() -> None:
         run_parts(part_that_dies, [1, 2], looked)
     with pytest.raises(DataError, match="it cannot be read"):
         run_parts(part_that_dies, [1, 3], done.append)
+
+
+@pytest.mark.parametrize(
+    ("file", "modules"),
+    [
+        ("config.json", {"AutoConfig": "configuration_mine.MineConfig"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization_mine.Mine", None]}),
+        ("tokenizer_config.json", ["tokenization_mine.Mine", None]),
+    ],
+)
+def test_modules_that_a_folder_names_are_copied(tmp_path: Path, file: str, modules: Any) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "folder").mkdir(parents=True)
+    target.mkdir()
+    names = ("configuration_mine.py", "tokenization_mine.py", "imported_by_both.py")
+    for name in (*names, "folder/deeper.py"):
+        (source / name).write_text(f"# {name}")
+    (source / "config.json").write_text("{}")
+    copy_companions(source, target)
+    assert [each.name for each in target.iterdir()] == ["config.json"]
+    (source / file).write_text(json.dumps({"auto_map": modules}))
+    copy_companions(source, target)
+    assert {each.name for each in target.iterdir()} == {"config.json", file, *names}
+    assert all((target / name).read_text() == f"# {name}" for name in names)
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted"),
+    [
+        ('{"format": 8, "stops": [2, 7]}', [2, 7]),
+        ('{"format": 7}', []),
+        ("[]", []),
+        ("{", []),
+        (None, []),
+    ],
+)
+def test_stops_are_those_of_a_checkpoints_state(
+    tmp_path: Path, state: str | None, wanted: list[int]
+) -> None:
+    if state is not None:
+        (tmp_path / "run_state.json").write_text(state)
+    assert stops_of(tmp_path) == wanted
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Progress
 from megatron_stare.run_dir.run_state import RUN_STATE, RunState
 from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks
-from megatron_stare.weights.files.convert import Options, megatron_to_hf
+from megatron_stare.weights.files.convert import Options, megatron_to_hf, stops_of
 from megatron_stare.weights.files.hf_folder import exported_step
 from megatron_stare.weights.files.torch_dist import find, is_checkpoint
 
@@ -148,7 +148,7 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
         config,
         shape,
         found,
-        stop_token_ids(config.model.path, tokenizer),
+        tuple(sorted({*stop_token_ids(config.model.path, tokenizer), *stops_of(found.path)})),
         {
             name: Evaluation(t, t.problems(tokenizer), t.environment(tokenizer))
             for name, t in chosen.items()

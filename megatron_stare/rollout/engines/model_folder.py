@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -15,6 +17,10 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.batch import FinishReason
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, runs_between
 from megatron_stare.rollout.engines.engine import GenerateResult
+
+_PROBE = "What is 31*1234?\nIt's 6 + 5."  # tokenizers split its numbers and words differently
+# raised by transformers for a file with invalid JSON, or with a field missing or of a wrong type
+_INVALID = (OSError, ValueError, TypeError, LookupError, StrictDataclassError)
 
 
 def read_model_config(model_path: str) -> Any:
@@ -28,8 +34,8 @@ def read_model_config(model_path: str) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"config.json does not load: {error}", where=model_path) from error
+    except _INVALID as error:
+        raise _not_loaded("config.json", error, model_path) from error
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -56,16 +62,31 @@ def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
     ascending order. The result may be empty.
 
     Raises:
-        DataError: the folder has no readable model config.
+        DataError: the folder has no readable model config, or its generation config is invalid.
     """
     ids = set(_as_ids(getattr(read_model_config(model_path), "eos_token_id", None)))
     if (Path(model_path) / "generation_config.json").is_file():
-        ids |= set(
-            _as_ids(
-                GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        try:
+            found = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        except _INVALID as error:
+            raise _not_loaded("generation_config.json", error, model_path) from error
+        if not all(isinstance(id, int) for id in _as_ids(found)):
+            raise DataError(
+                f"eos_token_id {found!r} in generation_config.json is not a token id",
+                where=model_path,
+                fix="write the id as a number, or several ids as a list of numbers",
             )
-        )
+        ids |= set(_as_ids(found))
     return tuple(sorted(ids))
+
+
+def _not_loaded(what: str, error: Exception, path: str) -> DataError:
+    said = " ".join(str(error).split())  # some messages have several lines
+    return DataError(
+        f"{what} does not load: {said}",
+        where=path,
+        fix="correct the file, or download it again",
+    )
 
 
 def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
@@ -75,12 +96,49 @@ def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a Hugging Face folder. Raises DataError if the folder's tokenizer
-    cannot be loaded. Downloads nothing."""
+    """Returns the tokenizer of a Hugging Face folder. Downloads nothing.
+
+    Raises:
+        DataError: the folder's tokenizer cannot be loaded, has no vocabulary, or encodes text
+            differently from the folder's tokenizer.json.
+    """
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer: {error}", where=path) from error
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except _INVALID as error:
+        raise _not_loaded("the tokenizer, or config.json beside it,", error, path) from error
+    _check_encoding(tokenizer, path)
+    return tokenizer
+
+
+def _check_encoding(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises DataError if the tokenizer has no vocabulary, or encodes text differently from the
+    folder's tokenizer.json. transformers loads both tokenizers without an error."""
+    ids = tokenizer.encode(_PROBE, add_special_tokens=False)
+    if not ids and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
+        raise DataError(
+            "the tokenizer has special tokens, but no vocabulary",
+            where=path,
+            fix="download this model's tokenizer.json, or vocab.json and merges.txt",
+        )
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return
+    own = Tokenizer.from_file(str(file))
+    own.no_padding()
+    own.no_truncation()
+    # a small vocabulary lacks parts of the text, which classes leave out or encode as unknown
+    unknown = own.token_to_id(getattr(own.model, "unk_token", None) or "")
+    found = own.encode(_PROBE, add_special_tokens=False).ids
+    if [id for id in found if id != unknown] != [id for id in ids if id != unknown]:
+        raise DataError(
+            f"{type(tokenizer).__name__}, which transformers loads here, encodes text differently"
+            " from tokenizer.json",
+            where=path,
+            fix=(
+                "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json;"
+                " transformers ignores this setting for qwen2, which needs Qwen2's tokenizer.json"
+            ),
+        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:

@@ -10,6 +10,8 @@ compares the result with the source bit for bit.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import time
@@ -31,6 +33,7 @@ from megatron_stare.weights.files.blocks import Block, Place, cut, places, to_hf
 from megatron_stare.weights.files.check import check_folder, expected
 from megatron_stare.weights.files.hf_folder import (
     SHARD_BYTES,
+    add_stops,
     copy_companions,
     create_shards,
     dtype_name,
@@ -112,6 +115,14 @@ def companions_of(checkpoint: Path) -> Path:
     )
 
 
+def stops_of(checkpoint: Path) -> list[int]:
+    """Returns the tokens that end turns of the demonstrations from which a checkpoint's run learnt.
+    Returns [] if the checkpoint has no readable state of a run, or does not record these tokens."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return json.loads((checkpoint / "run_state.json").read_text()).get("stops", [])
+    return []
+
+
 def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
     """Writes a folder's weights as a distributed checkpoint, with config.json and tokenizer beside
     the weights."""
@@ -140,7 +151,8 @@ def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
 
 
 def megatron_to_hf(checkpoint: Path, target: Path, model: Path, options: Options) -> None:
-    """Writes the model of a distributed checkpoint as a Hugging Face folder.
+    """Writes the model of a distributed checkpoint as a Hugging Face folder, with the checkpoint's
+    stop tokens in generation_config.json.
 
     Args:
         model: folder with config.json and tokenizer.
@@ -166,6 +178,7 @@ def megatron_to_hf(checkpoint: Path, target: Path, model: Path, options: Options
         with Progress("convert", total) as progress:
             run_parts(write_part, parts, progress.advance)
         copy_companions(model, folder, dtype_name(dtype))
+        add_stops(folder, stops_of(checkpoint))
         if options.check:
             compare(entries, checkpoint, shape, _split(blocks, options.processes), dtype)
 

@@ -123,7 +123,8 @@ def exported_step(path: Path) -> int | None:
 
 
 def copy_companions(source: Path, target: Path, dtype: str | None = None) -> None:
-    """Copies config, tokenizer and chat template.
+    """Copies config, tokenizer and chat template. Also copies the folder's Python files if an
+    `auto_map` in config.json or tokenizer_config.json names modules.
 
     Args:
         dtype: dtype to write into config.json, like 'bfloat16'. None leaves the dtype in
@@ -132,12 +133,19 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
     for name in COMPANIONS:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
+    if any(_has_auto_map(source / name) for name in ("config.json", "tokenizer_config.json")):
+        for module in source.glob("*.py"):  # all, since the named modules import others
+            shutil.copyfile(module, target / module.name)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
         # the key's name before transformers 5
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:
             (target / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
+
+
+def _has_auto_map(file: Path) -> bool:
+    return file.exists() and b'"auto_map"' in file.read_bytes()
 
 
 def add_stops(folder: Path, ids: Collection[int]) -> None:
