@@ -216,6 +216,7 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     add_arguments(plan)
+    _add_sft(plan)
     plan.set_defaults(run=run_command)
 
     doctor = commands.add_parser(
@@ -234,6 +235,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="key=value",
         help="overrides of the file's settings: section.key=value",
     )
+    _add_sft(doctor)
     doctor.add_argument("--json", action="store_true", help="findings as JSON")
     doctor.add_argument(
         "--bandwidth",
@@ -273,6 +275,17 @@ def parser() -> argparse.ArgumentParser:
     )
     run_tool.set_defaults(run=_tool)
     return top
+
+
+def _add_sft(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--sft",
+        dest="beneath",
+        action="store_const",
+        const=train_command.BENEATH[train_command.SFT],
+        default=(),
+        help=f"the file is for `{PROGRAM} sft`, and gets the defaults of that command",
+    )
 
 
 def _purpose(name: str) -> str:
@@ -351,7 +364,9 @@ def _convert(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     config = None
     if args.config:
-        config = load_config(args.config, args.overrides, before_method=say_loading)
+        config = load_config(
+            args.config, args.overrides, before_method=say_loading, beneath=args.beneath
+        )
     say_loading()
     from megatron_stare.commands.doctor.examine import as_json, as_text, examine, faults
 
