@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     `status` found a run dead or silent. Code 2 means a user error. Code 75 means that a run ended
     and can be resumed. There are two such cases. In the first case, SIGUSR1 or the time limit ended
     the run after the run had saved its state. In the second case, the run lost a process, a node or
-    the whole cluster. Code 130 means that SIGINT (Ctrl-C) ended the command. Code 143 means that
-    SIGTERM ended the command."""
+    the whole cluster. Code 130 means that SIGINT (Ctrl-C) ended the command. Code 141 means that
+    the reader of stdout, such as `head`, ended first. Code 143 means that SIGTERM ended the
+    command."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -42,13 +44,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides += rest
     try:
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        if sys.stdout:  # None if the caller closed it
+            sys.stdout.flush()  # a lost reader is noticed here, not at exit
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        if not _reader_is_lost():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _reader_is_lost() -> bool:
+    """Tells whether stdout is a pipe without a reader. Sockets raise BrokenPipeError, too."""
+    stdout = select.poll()
+    stdout.register(1, 0)
+    return any(event & select.POLLERR for _, event in stdout.poll(0))
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
