@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import codecs
+import io
 import os
 import select
 import signal
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     the whole cluster. Code 130 means that SIGINT (Ctrl-C) ended the command. Code 141 means that
     the reader of stdout, such as `head`, ended first. Code 143 means that SIGTERM ended the
     command."""
+    _replace_what_stdout_cannot_encode()
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -59,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _replace_what_stdout_cannot_encode() -> None:
+    """Makes stdout print `?` for a character that stdout's encoding lacks. stderr prints escapes by
+    default."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and codecs.lookup(out.encoding).name != "utf-8":
+        out.reconfigure(errors="replace")
 
 
 def _reader_is_lost() -> bool:

@@ -254,6 +254,20 @@ def ask(run: Path, *options: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def test_a_terminal_that_lacks_some_characters_gets_the_others(run_dir: Path) -> None:
+    run = run_dir.rename(run_dir.with_name("läuft"))
+    with held(run):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_stare.cli", "status", str(run)],
+            env={**environment(), "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{run_dir.parent}/l?uft: runs on ")
+
+
 def until_its_watcher_says(run: Path, process: str) -> None:
     """Waits until the heartbeat in the run directory has this of the driver."""
     for _ in range(300):
