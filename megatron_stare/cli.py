@@ -7,6 +7,7 @@ import argparse
 import ast
 import codecs
 import io
+import math
 import os
 import select
 import signal
@@ -357,7 +358,7 @@ def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
     )
     convert.add_argument(
         "--shard-gb",
-        type=float,
+        type=_above_zero,
         default=4.0,
         metavar="GB",
         help="largest safetensors file, 10^9 bytes; default 4",
@@ -372,6 +373,12 @@ def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
 def _at_least_one(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError("must be a number above 0")
     return value
 
 
