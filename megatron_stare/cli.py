@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import codecs
+import io
+import math
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     `status` found a run dead or silent. Code 2 means a user error. Code 75 means that a run ended
     and can be resumed. There are two such cases. In the first case, SIGUSR1 or the time limit ended
     the run after the run had saved its state. In the second case, the run lost a process, a node or
-    the whole cluster. Code 130 means that SIGINT (Ctrl-C) ended the command. Code 143 means that
-    SIGTERM ended the command."""
+    the whole cluster. Code 130 means that SIGINT (Ctrl-C) ended the command. Code 141 means that
+    the reader of stdout, such as `head`, ended first. Code 143 means that SIGTERM ended the
+    command."""
+    _replace_what_stdout_cannot_encode()
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -42,13 +48,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides += rest
     try:
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        if sys.stdout:  # None if the caller closed it
+            sys.stdout.flush()  # a lost reader is noticed here, not at exit
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        if not _reader_is_lost():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _replace_what_stdout_cannot_encode() -> None:
+    """Makes stdout print `?` for a character that stdout's encoding lacks. stderr prints escapes by
+    default."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and codecs.lookup(out.encoding).name != "utf-8":
+        out.reconfigure(errors="replace")
+
+
+def _reader_is_lost() -> bool:
+    """Tells whether stdout is a pipe without a reader. Sockets raise BrokenPipeError, too."""
+    stdout = select.poll()
+    stdout.register(1, 0)
+    return any(event & select.POLLERR for _, event in stdout.poll(0))
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
@@ -216,6 +245,7 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     add_arguments(plan)
+    _add_sft(plan)
     plan.set_defaults(run=run_command)
 
     doctor = commands.add_parser(
@@ -234,6 +264,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="key=value",
         help="overrides of the file's settings: section.key=value",
     )
+    _add_sft(doctor)
     doctor.add_argument("--json", action="store_true", help="findings as JSON")
     doctor.add_argument(
         "--bandwidth",
@@ -273,6 +304,17 @@ def parser() -> argparse.ArgumentParser:
     )
     run_tool.set_defaults(run=_tool)
     return top
+
+
+def _add_sft(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--sft",
+        dest="beneath",
+        action="store_const",
+        const=train_command.BENEATH[train_command.SFT],
+        default=(),
+        help=f"the file is for `{PROGRAM} sft`, and gets the defaults of that command",
+    )
 
 
 def _purpose(name: str) -> str:
@@ -316,7 +358,7 @@ def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
     )
     convert.add_argument(
         "--shard-gb",
-        type=float,
+        type=_above_zero,
         default=4.0,
         metavar="GB",
         help="largest safetensors file, 10^9 bytes; default 4",
@@ -331,6 +373,12 @@ def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
 def _at_least_one(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError("must be a number above 0")
     return value
 
 
@@ -351,7 +399,9 @@ def _convert(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     config = None
     if args.config:
-        config = load_config(args.config, args.overrides, before_method=say_loading)
+        config = load_config(
+            args.config, args.overrides, before_method=say_loading, beneath=args.beneath
+        )
     say_loading()
     from megatron_stare.commands.doctor.examine import as_json, as_text, examine, faults
 

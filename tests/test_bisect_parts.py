@@ -18,7 +18,7 @@ from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.draw import uniform
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.cli import main
-from megatron_stare.commands.bisect.bisect_command import CAUSES, as_text, as_tree
+from megatron_stare.commands.bisect.bisect_command import CAUSES, _chosen, as_text, as_tree
 from megatron_stare.commands.bisect.causes import CAUSES as KNOWN
 from megatron_stare.commands.bisect.causes import (
     Change,
@@ -315,6 +315,10 @@ def test_a_re_run_begins_where_the_run_stood_and_shares_what_it_does_not_write(
     assert os.path.samefile(there / "part.bin", checkpoint / "part.bin")
     assert not os.path.samefile(there / "run_state.json", checkpoint / "run_state.json")
     assert RunState.read(there).step == 5 and not (folder / "checkpoints/step_000010").exists()
+
+
+def test_causes_may_have_blanks_between_them() -> None:
+    assert _chosen("gate, engine") == ("gate", "engine")
 
 
 def test_what_cannot_be_bisected_is_refused(

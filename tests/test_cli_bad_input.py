@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.models import save_model
-from support.runs import ROOT
+from support.runs import ROOT, environment
 
 from megatron_stare.cli import main
+from megatron_stare.commands import recipes
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 
@@ -326,6 +329,32 @@ def test_settings_with_dashes(
     error = capsys.readouterr().err
     assert "unrecognized arguments" in error
     assert error.rstrip().endswith(f"fix: settings have no dashes: {hint}") == (hint is not None)
+
+
+@pytest.mark.parametrize("command", [["recipes"], ["format"]])
+def test_a_reader_of_the_output_that_ends_first_is_no_fault(command: list[str]) -> None:
+    reader, output = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_stare.cli", *command],
+        env=environment(),
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(output)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_connection_is_not_taken_for_such_a_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(args: object) -> None:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr(recipes, "run_recipes", run)
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        main(["recipes"])
 
 
 def test_a_method_that_does_not_import(

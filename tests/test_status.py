@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import command, environment, metrics, model
+import torch
+from support.runs import ROOT, command, environment, metrics, model
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.cli import main
@@ -33,6 +34,7 @@ from megatron_stare.run_dir.heartbeat import HEARTBEAT_FILE, Beat, read_heartbea
 from megatron_stare.run_dir.json_lines import write_atomically
 from megatron_stare.run_dir.run_files import LOCK_FILE, Rereading, read_run
 from megatron_stare.run_dir.run_state import refuse_busy
+from megatron_stare.weights.files.hf_folder import write_folder
 
 INLINE = {
     "runtime.runner": "inline",
@@ -170,6 +172,16 @@ def test_all_steps_are_not_all_of_a_run(tmp_path: Path) -> None:
     assert as_text(found).startswith(f"{run}: is finished, step 20 of 20\n")
 
 
+@pytest.mark.parametrize(("step", "state"), [(20, "finished"), (10, "dead"), (None, "dead")])
+def test_a_run_without_checkpoints_is_finished_if_its_last_step_is_exported(
+    tmp_path: Path, step: int | None, state: str
+) -> None:
+    run = synthetic_run(tmp_path / "run", "held", 20)
+    write_folder(run / "hf", {"w": torch.ones(1)}, ROOT / "assets/tiny-adder", step=step)
+    found = status_of(run, NOW)
+    assert (found.state, found.again == "") == (state, state == "finished")
+
+
 def test_a_report_of_a_run_that_goes_on_says_so_and_when_it_was_drawn(
     run_dir: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +252,20 @@ def ask(run: Path, *options: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     )
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
+
+
+def test_a_terminal_that_lacks_some_characters_gets_the_others(run_dir: Path) -> None:
+    run = run_dir.rename(run_dir.with_name("läuft"))
+    with held(run):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_stare.cli", "status", str(run)],
+            env={**environment(), "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{run_dir.parent}/l?uft: runs on ")
 
 
 def until_its_watcher_says(run: Path, process: str) -> None:

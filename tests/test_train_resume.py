@@ -260,6 +260,11 @@ def test_checkpoints_that_are_gone(tmp_path: Path) -> None:
     assert resume_point(tmp_path / "100", config) == (None, None)
     with pytest.raises(DataError, match="no complete checkpoint, though it made 101 steps"):
         resume_point(tmp_path / "101", config)
+    # an exported policy shows that there was a checkpoint
+    exported = make_run(tmp_path / "exported", steps=200)
+    write_folder(exported / "hf", {"w": torch.ones(1)}, ROOT / "assets/tiny-adder", step=200)
+    with pytest.raises(DataError, match="no complete checkpoint, though it made 200 steps"):
+        resume_point(exported, config)
 
 
 def test_paths_are_compared_by_what_they_name(

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from megatron_stare.observability.metrics.planned import Planned, planned_and_measured
 from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.sink import Alert
@@ -166,11 +168,21 @@ def status_of(
 
 
 def _whole(run_dir: Path, checkpoint: int | None, step: int) -> bool:
-    return (
-        checkpoint is not None
-        and checkpoint >= step
-        and any((run_dir / "hf").glob("*.safetensors"))
-    )
+    weights = next((run_dir / "hf").glob("*.safetensors"), None)
+    if weights is None:
+        return False
+    # a run whose checkpoints were removed after the export is finished too
+    last = _exported_step(weights) if checkpoint is None else checkpoint
+    return last is not None and last >= step
+
+
+def _exported_step(weights: Path) -> int | None:
+    try:
+        with safe_open(weights, framework="np") as file:  # does not import torch
+            step = (file.metadata() or {}).get("step")
+    except (OSError, SafetensorError):
+        return None
+    return None if step is None else int(step)
 
 
 def _age(checkpoint: Path, now: float) -> float | None:

@@ -33,6 +33,7 @@ from megatron_stare.run_dir.run_state import (
     refuse_busy,
     step_of,
 )
+from megatron_stare.weights.files.hf_folder import exported_step
 
 # settings that a resume may change: where and how fast a run computes, and when it gives up; all
 # others affect what is trained
@@ -136,7 +137,8 @@ def resume_point(
         made = max((row["step"] for row in read_metrics(path / METRICS_FILE)), default=0)
         # a background save is complete at the latest when the next save begins
         due = (old.run.checkpoint_every or old.run.steps) * (2 if old.checkpoint.background else 1)
-        if made > min(due, old.run.steps):  # starting over would delete its metrics
+        # starting over would delete its metrics, and hf/, which is written after a checkpoint
+        if made > min(due, old.run.steps) or exported_step(path / "hf") is not None:
             raise DataError(
                 f"the run has no complete checkpoint, though it made {made} steps",
                 where=str(path),

@@ -101,9 +101,12 @@ def calibrate(
     for run_dir in run_dirs:
         metrics = medians(run_dir)
         spent = 0.0
-        for phase, part in _parts(run_dir, metrics, gpu, start, prompt).items():
+        parts = _parts(run_dir, metrics, gpu, start, prompt)
+        for phase, part in parts.items():
             seen[phase].append(part)
             spent += metrics[f"time/{phase}_s"]
+        if "rollout" not in parts:  # the wait for rollouts is no fixed time
+            spent += metrics.get("time/rollout_s", 0.0)
         beside.append(max(metrics["time/step_s"] - spent, 0.0))
     found = {"fixed_s": statistics.median(beside)}
     for phase, share, moves in (

@@ -103,7 +103,9 @@ def run_command(args: argparse.Namespace) -> int:
         raise ConfigError(
             "there is no such folder", where=f"--json {args.json}", fix="make it first"
         )
-    config = load_config(args.config, args.overrides, before_method=say_loading)
+    config = load_config(
+        args.config, args.overrides, before_method=say_loading, beneath=args.beneath
+    )
     gpu = find_gpu(args.gpu or config.plan.gpu or DEFAULT)
     coefficients = args.coefficients or Path(config.plan.coefficients)
     # do not compile Megatron's fused functions

@@ -20,6 +20,7 @@ import torch
 from support.runs import ROOT
 
 from megatron_stare.cli import main
+from megatron_stare.commands.doctor import examine as examine_module
 from megatron_stare.commands.doctor import facts
 from megatron_stare.commands.doctor import facts as facts_of
 from megatron_stare.commands.doctor.checks_environment import check_timeouts
@@ -496,6 +497,20 @@ def test_the_command_says_it_and_ends_with_1(
     assert list(tmp_path.iterdir()) == []
     assert main(["doctor", "nowhere.yaml"]) == 2
     assert "nowhere.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sft", [True, False])
+def test_the_command_examines_a_run_of_sft(monkeypatch: pytest.MonkeyPatch, sft: bool) -> None:
+    examined = []
+
+    def examine(config: Config, *, bandwidth: bool) -> list[Finding]:
+        examined.append(config.supervised)
+        return []
+
+    monkeypatch.setattr(examine_module, "examine", examine)
+    file = str(ROOT / "configs/retool_sft_7b.yaml")
+    assert main(["doctor", file, "--json", *(["--sft"] if sft else [])]) == 0
+    assert examined == [sft]
 
 
 def test_the_text_ends_with_what_is_wrong() -> None:

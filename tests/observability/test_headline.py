@@ -231,6 +231,23 @@ def test_a_reward_that_fell_is_said_beside_a_result_that_rose() -> None:
     assert said.endswith("; reward fell from 0.800 to 0.300.") and "pass@1 rose" in said
 
 
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([-0.9] * 30 + [-0.2] * 30 + [-0.9] * 30, "reward fell from -0.200 to -0.900"),
+        ([-0.2] * 30 + [-0.9] * 30, "reward fell from -0.200 to -0.900"),
+        ([0.3] * 30 + [-0.2] * 30, "reward fell from 0.300 to -0.200"),
+        ([-0.9 + 0.01 * step for step in range(60)], ""),
+        ([-0.5 + 0.001 * (step % 7) for step in range(60)], ""),  # noise
+    ],
+)
+def test_a_negative_reward_fell_only_if_it_is_lower_than_before(
+    rewards: list[float], said: str
+) -> None:
+    sentence = headline(run_of([{**HELD, "reward/mean": each} for each in rewards])).sentence
+    assert ("reward fell" in sentence) == bool(said) and said in sentence
+
+
 def test_problems_are_the_alerts_of_the_steps() -> None:
     fine = {"group/degenerate": 0.1, "response/truncated": 0.0}
     bad, cut = {**fine, "group/degenerate": 0.95}, {**fine, "response/truncated": 0.5}

@@ -402,6 +402,18 @@ def test_free_height_goes_to_the_charts(open_display):
     assert len(high) == 29
 
 
+def test_a_run_without_rewards_shows_its_losses(open_display):
+    display = open_display()
+    for step in range(1, 41):
+        measured = {"heldout/loss": 0.75} if step == 20 else {}
+        display.step(step, {"loss/policy": 1 / step, "optimizer/grad_norm": 0.5, **measured})
+    numbers = find(shown(display), "grad norm 0.500")
+    assert "loss 0.0250 ↘   held-out 0.750" in numbers
+    display = open_display()
+    display.step(1, metrics(1) | {"loss/policy": 0.25})
+    assert "loss" not in "".join(shown(display))
+
+
 def test_the_newest_result_stands_beside_the_reward(open_display):
     display = open_display()
     display.step(1, metrics(1))

@@ -303,6 +303,40 @@ def test_an_alert_of_a_step_that_is_made_again_is_not_posted_again(
     ]
 
 
+def test_alerts_of_other_steps_after_a_rollback_are_posted(hook: Hook, tmp_path: Path) -> None:
+    run = alerting(tmp_path)
+    run.start()
+    log(run, *range(1, 95))
+    log(run, 95, **{"reward/crashes": 0.5})
+    run.close()
+    run = alerting(tmp_path)
+    run.resume(80)
+    log(run, 81, **{"group/degenerate": 1.0})
+    log(run, 82, 83)
+    log(run, 84, **{"response/truncated": 1.0})
+    run.close()
+    assert [(post["step"], post["alert"]) for post in hook.posts] == [
+        (95, "reward failures"),
+        (81, "groups without signal"),
+        (84, "responses cut off"),
+    ]
+
+
+def test_a_file_of_deliveries_of_an_earlier_release_is_read_and_the_newest_alerts_are_kept(
+    hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook_module, "KEPT", 1)
+    file = tmp_path / "webhook_delivered.json"
+    file.write_text('{"id": "0123abcd", "starts": 0, "step": 9, "evaluated": [], "redone": []}')
+    run = alerting(tmp_path)
+    run.start()
+    log(run, 1, **{"response/truncated": 1.0})
+    log(run, 2, **{"group/degenerate": 1.0, "response/truncated": 1.0})
+    run.close()
+    assert len(hook.posts) == 2
+    assert Delivered.read(file).alerts == [["groups without signal", False, 2]]
+
+
 def test_a_refused_alert_is_posted_again_and_no_more_than_allowed(
     hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, validate
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.planning.calibrate import calibrate
+from megatron_stare.planning.calibrate import calibrate, medians
 from megatron_stare.planning.gpus import Coefficients, Fitted, find_gpu, read_coefficients, store
 from megatron_stare.planning.memory import PlannedFit
 from megatron_stare.planning.phase_times import Lengths, step_time
@@ -115,6 +115,15 @@ def test_a_wait_for_a_batch_is_no_rollouts_time(tmp_path: Path) -> None:
     found = calibrate([folder], GPU, Coefficients(), None).coefficients
     assert found.decode_efficiency == Coefficients().decode_efficiency
     assert found.update_mfu == pytest.approx(TRUE.update_mfu)
+
+
+def test_a_wait_for_a_batch_is_no_fixed_time(tmp_path: Path) -> None:
+    took = medians(a_run(tmp_path, rollout={"staleness": 1}))
+    training = sum(took[f"time/{phase}_s"] for phase in ("log_probs", "update", "sync"))
+    waited = {"time/rollout_s": 100.0, "time/step_s": 100.0 + training + TRUE.fixed_s}
+    folder = a_run(tmp_path, rollout={"staleness": 1}, metrics=waited)
+    found = calibrate([folder], GPU, Coefficients(), None).coefficients
+    assert found.fixed_s == pytest.approx(7.0)
 
 
 def test_what_cannot_be_fitted_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,16 @@ def test_a_32b_run_is_planned_with_its_nearest_layouts(
         assert max(map((found := fit.budget(run)).total, found.phases)) == each["peak"]
 
 
+def test_a_run_of_sft_is_planned_without_rollouts() -> None:
+    sft = str(ROOT / "configs/retool_sft_7b.yaml")
+    assert main(["plan", sft, "--sft", "--json", "plan.json"]) == 0
+    plan = json.loads(Path("plan.json").read_text())
+    phases = plan["step"]["phases"]
+    assert (phases["rollout"], phases["log_probs"], phases["sync"]) == (0, 0, 0)
+    assert phases["update"] > 0
+    assert plan["step"]["tokens"] == 32 * sum(plan["lengths"].values())
+
+
 def test_what_does_not_fit_ends_with_1_and_names_what_does(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

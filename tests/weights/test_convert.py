@@ -455,6 +455,15 @@ def test_does_not_overwrite(capsys: pytest.CaptureFixture[str], converted: Path)
     assert (converted / "megatron" / ".metadata").read_bytes() == before
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_a_size_of_files_that_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, size: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", str(tmp_path), str(tmp_path / "out"), f"--shard-gb={size}"])
+    assert "--shard-gb: must be a number above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["hf", "megatron"])
 def test_disk_full(tmp_path: Path, converted: Path, source: str) -> None:
     """A limit on file sizes stands in for a full disk: the write fails half way, as there."""

@@ -69,7 +69,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _chosen(causes: str | None) -> Sequence[str]:
-    chosen = CAUSES if causes is None else tuple(causes.split(","))
+    chosen = CAUSES if causes is None else tuple(map(str.strip, causes.split(",")))
     if unknown := [cause for cause in chosen if cause not in CAUSES]:
         raise ConfigError(
             f"unknown cause {unknown[0]!r}", where="--causes", fix=f"of {', '.join(CAUSES)}"

@@ -276,7 +276,10 @@ def _reward_fell(run: RunRecord) -> str:
         sum(rewards[i : i + RECENT]) / RECENT for i in range(0, len(rewards) - RECENT + 1, RECENT)
     ]
     best, last = max(means), sum(rewards[-RECENT:]) / RECENT
-    return f"reward fell from {short(best)} to {short(last)}" if last < _FELL * best else ""
+    # rewards may be negative: then a share of the run's range, or of the best's size if larger
+    scale = max(abs(best), best - min(0.0, *means))
+    fell = last < best - (1 - _FELL) * scale
+    return f"reward fell from {short(best)} to {short(last)}" if fell else ""
 
 
 def _never_opened(run: RunRecord, figures: Figures) -> str:

@@ -99,6 +99,7 @@ class Delivered:
     `redone`: ranges [first step, last step] of steps that the run repeated after a resume. The
         metrics of these steps were sent to the service before the resume. The service keeps these
         metrics, and does not receive the metrics of the repeated steps.
+    `alerts`: one [name, over, last step] for every alert that the webhook posted, oldest first.
     """
 
     file: Path
@@ -107,6 +108,7 @@ class Delivered:
     step: int = 0
     evaluated: list[list[int | str]] = field(default_factory=list)
     redone: list[list[int]] = field(default_factory=list)
+    alerts: list[list[str | bool | int]] = field(default_factory=list)
 
     @classmethod
     def read(cls, file: Path) -> Delivered:

@@ -20,9 +20,9 @@ from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.glossary import explained
 from megatron_stare.observability.sink import WHERE, Alert, RunOutline, Sink
 from megatron_stare.observability.sinks.delivery import Background, Delivered
-from megatron_stare.records.rollout_batch import RolloutBatch
 
 ROOM = 100  # alerts that may wait
+KEPT = 1000  # newest posted alerts that are recorded
 CLOSE_S = 10.0  # for alerts still waiting when the run ends
 
 
@@ -65,36 +65,37 @@ class Webhook(Sink):
             "dir": str(run.dir),
             "host": socket.gethostname(),
         }
-        self._delivered, self._step = Delivered.read(run.dir / "webhook_delivered.json"), 0
+        self._delivered = Delivered.read(run.dir / "webhook_delivered.json")
         self._background = Background("webhook", ROOM)
 
-    def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        self._step = step
-
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        # a step that is repeated after a resume has already delivered its alerts
-        if self._background and changed and self._step > self._delivered.step:
-            bodies = [json.dumps({**self._about, **_told(alert)}).encode() for alert in changed]
-            self._background.call(
-                partial(self._post_all, self._step, bodies, self._background.closing)
-            )
+        # a step repeated after a resume gives an equal alert; after a rollback, steps are others
+        new = [alert for alert in changed if _entry(alert) not in self._delivered.alerts]
+        if self._background and new:
+            self._background.call(partial(self._post_all, new, self._background.closing))
 
     def close(self) -> None:
         background, self._background = self._background, None
         if background and not background.close(CLOSE_S):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
-    def _post_all(self, step: int, bodies: Sequence[bytes], closing: Event) -> None:
+    def _post_all(self, alerts: Sequence[Alert], closing: Event) -> None:
         """Posts several alerts, each as a JSON request body. If the service does not accept an
         alert, posts the remaining alerts and then raises ConnectionError."""
-        failed = [said for body in bodies if (said := self._post(body, closing))]
+        failed, posted = [], []
+        for alert in alerts:
+            said = self._post(json.dumps({**self._about, **_told(alert)}).encode(), closing)
+            if said:
+                failed.append(said)
+            else:
+                posted.append(_entry(alert))
+        # recorded after delivery: a run killed here delivers twice rather than never
+        self._delivered.alerts = [*self._delivered.alerts, *posted][-KEPT:]
+        self._delivered.write()
         if failed:
             raise ConnectionError(
                 f"{len(failed)} alerts were not taken in {self._attempts} attempts ({failed[-1]})"
             )
-        # recorded after delivery: a run killed here delivers twice rather than never
-        self._delivered.step = step
-        self._delivered.write()
 
     def _post(self, body: bytes, closing: Event) -> str:
         """Posts one alert, whose JSON text is `body`. Returns "" if the service accepted the alert.
@@ -113,6 +114,10 @@ class Webhook(Sink):
             except Exception as error:  # URLError, HTTPException, a timeout while reading, ...
                 said = type(error).__name__ + (f" {error.code}" if hasattr(error, "code") else "")
         return said
+
+
+def _entry(alert: Alert) -> list[str | bool | int]:
+    return [alert.name, alert.over, alert.last_step]
 
 
 def _told(alert: Alert) -> Mapping[str, Any]:

@@ -37,6 +37,8 @@ SERIES = (
     "entropy/target",
     "stare/gate",
     "reward/mean",
+    "loss/policy",
+    "heldout/loss",
     "response/length_mean",
     "perf/tokens_per_s",
     "optimizer/grad_norm",
@@ -54,6 +56,8 @@ _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 # label, metric, unit after the value; entries that do not fit are dropped from the right
 _NUMBERS = (
     ("reward", "reward/mean", ""),
+    ("loss", "loss/policy", ""),
+    ("held-out", "heldout/loss", ""),
     ("length", "response/length_mean", ""),
     ("", "perf/tokens_per_s", " tok/s"),
     ("grad norm", "optimizer/grad_norm", ""),
@@ -192,6 +196,10 @@ def _numbers(view: View, width: int) -> Text:
     text = Text()
     for label, key, unit in _NUMBERS:
         values = view.values(key)
+        if key == "loss/policy" and view.values("reward/mean"):
+            continue  # only supervised fine-tuning shows its loss
+        if key == "heldout/loss":  # not measured in every step
+            values = [value for value in values if math.isfinite(value)]
         if not values:
             continue
         share = key in ("response/truncated", "group/degenerate")
