@@ -20,7 +20,7 @@ from megatron_stare.driver.opening import Inputs, read_inputs
 from megatron_stare.driver.resuming import check_resume
 from megatron_stare.errors import ConfigError, NonFiniteError, UserError
 from megatron_stare.planning.placement import PlacementError
-from megatron_stare.process.interruption import Interruption, on_driver_thread
+from megatron_stare.process.interruption import Interruption, on_driver_thread, what_now
 from megatron_stare.process.recovery import RESTARTS_FILE
 from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.rollout.agreement.agreement import AgreementError
@@ -172,6 +172,29 @@ def test_a_signal_between_two_sessions_says_how_to_continue(
     monkeypatch.setattr("megatron_stare.driver.held_run.pause", interrupted)
     interruption = on_driver_thread(body, lambda _: "")
     assert (interruption.standing.step, interruption.standing.run_dir) == (7, tmp_path / "run")
+
+
+def test_an_interrupted_start_from_an_earlier_step_is_continued_from_it(tmp_path: Path) -> None:
+    """Until it has come up, the newest checkpoint is a later one."""
+
+    def interrupted(folder: Path, opens: bool) -> None:
+        with held(folder) as run:
+            run.from_step, run.state = 2, RunState(step=2)
+            if opens:
+                run.opened()
+            raise KeyboardInterrupt
+
+    def body(interruption: Interruption) -> list[str]:
+        told = []
+        for opens in (False, True):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(tmp_path / str(opens), opens)
+            told.append(what_now(interruption, ["train"], ["--supervise"]))
+        return told
+
+    before, after = on_driver_thread(body, lambda _: "")
+    assert before.endswith("run --supervise --from-step 2")
+    assert after.endswith("run --supervise --resume")
 
 
 def test_a_run_that_is_being_discarded_is_none_to_continue(

@@ -154,8 +154,10 @@ def test_one_run_at_a_time_and_none_is_left_behind(monkeypatch: pytest.MonkeyPat
 def test_an_interrupt_is_raised_where_the_run_was_called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from_step = None
+
     def trains(config: Any, **rest: Any) -> Path:
-        interruption.stopped_at(interruption.Standing(Path("runs/a"), 7, 9, 5))
+        interruption.stopped_at(interruption.Standing(Path("runs/a"), 7, 9, 5, from_step))
         signal.raise_signal(signal.SIGINT)
         while True:
             interruption.pause(1)
@@ -166,6 +168,10 @@ def test_an_interrupt_is_raised_where_the_run_was_called(
     said = capsys.readouterr().err
     assert "after step 7 of 9; the newest checkpoint: that of step 5" in said
     assert "resume=True" in said and "'run.dir': 'runs/a'" in said
+    from_step = 3
+    with pytest.raises(KeyboardInterrupt):
+        megatron_stare.run(QUICKSTART)
+    assert "continue with from_step=3, **" in capsys.readouterr().err
 
 
 def test_values_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,11 @@ class HeldRun:
 
     def _standing(self) -> Standing:
         return Standing(
-            self.dir.path, self.state.step, self._config.run.steps, self.dir.newest_step()
+            self.dir.path,
+            self.state.step,
+            self._config.run.steps,
+            self.dir.newest_step(),
+            self.from_step,
         )
 
     def __enter__(self) -> HeldRun:

@@ -69,6 +69,8 @@ class Standing:
     step: int  # the last finished step; 0: none
     steps: int  # number of the run's steps
     checkpoint: int | None  # step of the newest complete checkpoint
+    # --from-step of a start that has not loaded this checkpoint; the newest one is another
+    from_step: int | None = None
 
 
 class Interruption:
@@ -595,7 +597,7 @@ def what_now(
         command: command that starts the run, with its overrides. If the run had a directory, the
             overrides must not contain run.dir.
         options: options of the command, which are placed after the overrides. If the run had a
-            directory, the options must not contain --resume.
+            directory, the options must contain neither --resume nor --from-step.
     """
     begun = ended or f"interrupted ({signal.Signals(interruption.number or signal.SIGINT).name})"
     if interruption.time_is_up:
@@ -609,7 +611,9 @@ def what_now(
     else:
         again = "; what came after it is done again" if standing.checkpoint < standing.step else ""
         kept = f"the last checkpoint is of step {standing.checkpoint}{again}"
-    resume = [*command, f"run.dir={standing.run_dir}", *options, "--resume"]
+    asked = standing.from_step
+    how = ["--resume"] if asked is None else ["--from-step", str(asked)]
+    resume = [*command, f"run.dir={standing.run_dir}", *options, *how]
     return f"{begun}; {kept}; continue with\n  {shlex.join(resume)}"
 
 

@@ -101,9 +101,11 @@ def _how_far(interruption: Interruption) -> str:
     if standing is None:
         return "interrupted before the run began"
     kept = "no checkpoint" if standing.checkpoint is None else f"that of step {standing.checkpoint}"
+    asked = standing.from_step
+    how = "resume=True" if asked is None else f"from_step={asked}"
     return (
         f"interrupted after step {standing.step} of {standing.steps}; the newest checkpoint:"
-        f" {kept}; continue with resume=True, **{{'run.dir': '{standing.run_dir}'}}"
+        f" {kept}; continue with {how}, **{{'run.dir': '{standing.run_dir}'}}"
     )
 
 
