@@ -3,6 +3,7 @@ bounds pass."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -24,12 +25,13 @@ from support.adams import offloading, precision_aware
 from support.carried_only import without_the_rest
 from support.runs import ROOT
 
-from megatron_stare.config.schema import PerformanceConfig
+from megatron_stare.config.schema import Config, PerformanceConfig
 from megatron_stare.errors import UserError
 from megatron_stare.models import read_shape
 from megatron_stare.planning.phase_times import body_flops
 from megatron_stare.rollout.engines.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
+from megatron_stare.rollout.engines.sglang.replica import server_options
 
 FOLDER = ROOT / "tools" / "gpu_check"
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
@@ -297,6 +299,36 @@ def test_the_oldest_nccl_that_has_several_ranks_on_a_device_and_a_second_gpu(
     assert lacking(["cuda", SECOND]) == [SECOND]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert lacking(["cuda", SECOND]) == []
+
+
+def test_both_ends_of_the_update_group_have_one_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check, own = module("update_group"), {**os.environ}
+    config = Config.model_validate(
+        {
+            "model": {"path": "none"},
+            "rollout": {"engine": "sglang"},
+            "runtime": {"env": {"A": "a"}},
+            "sglang": {"sync": "distributed", "python": sys.executable},
+        }
+    )
+
+    class Replica:
+        def __init__(self, config: Config, number: int) -> None:
+            raise UserError("the server did not start")
+
+    monkeypatch.setattr(os, "environ", own)
+    monkeypatch.setattr(check, "small_model", lambda cpu: contextlib.nullcontext("none"))
+    monkeypatch.setattr(check, "served", lambda *_, **__: config)
+    monkeypatch.setattr(check, "libraries", lambda config: {})
+    monkeypatch.setattr(check, "weights_of", lambda model: {})
+    monkeypatch.setattr(check, "SGLangReplica", Replica)
+    with pytest.raises(UserError):
+        check.run(True)
+    shared = {"A": "a", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert own.items() >= shared.items()
+    assert server_options(config).process_environment().items() >= shared.items()
 
 
 def test_the_servers_python_is_one_with_sglang(
