@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -114,7 +115,7 @@ def optimizer_rows(rank: int, init: str) -> list[dict[str, Any]]:
         with offloading():
             second = check.updated(folder, PerformanceConfig(optimizer_offload=True))
     wrong = [replace(first, end=[x + 1 for x in first.end]), replace(first, resumed=plain.start)]
-    return [check.compared(each, plain, timed=False) for each in (first, second, *wrong)]
+    return [check.compared(each, plain) for each in (first, second, *wrong)]
 
 
 @pytest.mark.slow
@@ -122,6 +123,28 @@ def optimizer_rows(rank: int, init: str) -> list[dict[str, Any]]:
 def test_the_optimizers_rows_with_stand_ins(writers) -> None:
     (said,) = writers.run(optimizer_rows, 1)
     assert [each["verdict"] for each in said] == ["pass", "pass", "fail", "fail"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "plain_nbytes", "verdict"),
+    [(80, 100, "pass"), (100, 100, "fail"), (120, 100, "fail"), (0, 0, "pass")],
+)
+def test_an_optimizer_s_setting_may_be_slow_but_saves_memory(
+    nbytes: int, plain_nbytes: int, verdict: str
+) -> None:
+    check = module("optimizers")
+    start, end = [torch.zeros(2)], [torch.ones(2)]
+    plain = check.Updated(start, end, end, 1.0, plain_nbytes)
+    said = check.compared(replace(plain, seconds=3.0, nbytes=nbytes), plain)
+    assert said["verdict"] == verdict and said["time over none"] == 3.0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="it is there"
+)
+def test_the_optimizers_need_transformer_engine() -> None:
+    lacking = module("verdict").lacking
+    assert "transformer_engine.pytorch" in lacking(entry()["CHECKS"]["optimizers"])
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
