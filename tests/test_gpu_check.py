@@ -30,6 +30,7 @@ from megatron_stare.config.schema import Config, PerformanceConfig
 from megatron_stare.errors import UserError
 from megatron_stare.models import read_shape
 from megatron_stare.planning.phase_times import body_flops
+from megatron_stare.process import versions
 from megatron_stare.rollout.engines.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
 from megatron_stare.rollout.engines.sglang.replica import server_options
@@ -314,14 +315,33 @@ def test_the_oldest_nccl_that_has_several_ranks_on_a_device_and_a_second_gpu(
     lacking = module("verdict").lacking
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    assert lacking(["nccl 2.30"]) == ["nccl 2.30"]
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
-    assert lacking(["nccl 2.30"]) == []
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))  # PyTorch's build
+    for loaded, there in (("2.30.7", True), ("2.9.6", False), ("2.30.1", True), (None, False)):
+        monkeypatch.setattr(versions, "loaded_nccl", lambda loaded=loaded: loaded)
+        assert (lacking(["nccl 2.30"]) == []) is there, loaded
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert lacking(["cuda", SECOND]) == [SECOND]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert lacking(["cuda", SECOND]) == []
+
+
+def test_the_nccl_of_a_result_is_the_one_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On both sides: this Python stands for the servers', with a library that says 2.30.7."""
+    check = module("servers")
+    there = (
+        "from megatron_stare.process import versions\n"
+        "versions.nccl_release = lambda: '2.30.7'\n"
+        "import importlib.metadata as metadata\nmetadata.version = lambda name: '0'\n"
+    )
+    monkeypatch.setattr(check, "_VERSIONS", there + check._VERSIONS)
+    monkeypatch.setattr(check, "sglang_python", lambda config: sys.executable)
+    monkeypatch.setattr(check, "nccl_release", lambda: "2.30.1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = check.libraries(Config.model_validate({"model": {"path": "none"}}))
+    assert [found[side]["nccl"] for side in ("trainer", "servers")] == ["2.30.1", "2.30.7"]
+    assert found["servers"]["torch"] == torch.__version__
 
 
 def test_both_ends_of_the_update_group_have_one_environment(
