@@ -128,6 +128,26 @@ def wheel(folder: Path, name: str, pytorch: str | None = None) -> None:
             archive.writestr(file, text)
 
 
+def test_what_is_built_sees_the_headers_of_pytorch_s_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def call(command: list[str], env: dict[str, str]) -> int:
+        asked.append(env["CPATH"].split(":"))
+        return 0
+
+    (tmp_path / "nvidia").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.setenv("CPATH", "/of/the/user")
+    install = runpy.run_path(str(FOLDER / "wheels.py"))["_install"]
+    assert install(["source.tar.gz"], tmp_path / "target") is False
+    ((*headers, last),) = asked
+    own = [f"{tmp_path}/nvidia/{name}/include" for name in ("cudnn", "nccl")]
+    assert {*own} <= {*headers} and last == "/of/the/user"
+
+
 @pytest.mark.wide
 def test_what_is_fetched_is_found_once_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -52,3 +52,14 @@ def test_the_image_and_the_page_take_the_releases_of_the_project() -> None:
         and ARGUMENTS["CUDA"].startswith("13.0")
     )
     assert set(re.findall(r"\$\{([A-Z]\w+)\}", IMAGE)) - {"PATH"} == set(ARGUMENTS)
+
+
+def test_the_page_asks_for_all_that_transformer_engine_is_built_with() -> None:
+    """Its headers are PyTorch's: cudnn.h and nccl.h are in no folder of the CUDA toolkit."""
+    page = (ROOT / "docs/install.md").read_text()
+    for package in ("python3.12-dev", "python3.12-venv", "build-essential", "git"):
+        assert f"`{package}`" in page and re.search(rf" {re.escape(package)} ", IMAGE), package
+    before = page.partition('"transformer-engine[pytorch]')[0]
+    (folder, path) = re.findall(r"^    S=(\S+); export CPATH=(\S+)", before, re.MULTILINE)[0]
+    assert folder == "$PWD/.venv/lib/python3.12/site-packages/nvidia"
+    assert path.split(":") == ["$S/cudnn/include", "$S/nccl/include"]

@@ -8,6 +8,7 @@ lacks.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -158,10 +159,20 @@ def _engine_imports(target: Path) -> bool:
 
 
 def _install(files: list[str], target: Path) -> bool:
-    """Returns True where pip failed, which then has installed none of them."""
+    """Returns True where pip failed, which then has installed none of them. What is built from its
+    source sees the headers of cuDNN and NCCL, which only PyTorch's packages may have."""
     offline = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
     pip = [sys.executable, "-m", "pip", "install", *offline, "--target", str(target)]
-    return bool(files) and subprocess.call([*pip, *files]) > 0
+    headers = [f"{folder}/{name}/include" for folder in _nvidia() for name in ("cudnn", "nccl")]
+    path = os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])])
+    environment = {**os.environ, **({"CPATH": path} if path else {})}
+    return bool(files) and subprocess.call([*pip, *files], env=environment) > 0
+
+
+def _nvidia() -> list[str]:
+    """Folders of the package `nvidia`, in which CUDA's libraries for PyTorch lie."""
+    found = importlib.util.find_spec("nvidia")
+    return list(found.submodule_search_locations or ()) if found else []
 
 
 def _files(folder: Path) -> list[str]:
