@@ -2,7 +2,7 @@
 # Sourced by them; does nothing by itself.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHONS="3.12 3.13 3.11 3.10" # in the order they are taken in: the newest megatron-core needs 3.12
+PYTHONS="3.12 3.13 3.11" # in the order they are taken in: the newest megatron-core needs 3.12
 
 fail() { printf 'error: %s\n  fix: %s\n' "$1" "$2" >&2; exit 2; }
 
@@ -64,7 +64,7 @@ find_python() {
         bare="$candidate"
     fi
     [ -z "$bare" ] || fail "$bare has no venv module" "install python3-venv"
-    fail "no Python 3.10 to 3.13 found (python3 is $(python3 --version 2>/dev/null || echo missing))" \
+    fail "no Python 3.11 to 3.13 found (python3 is $(python3 --version 2>/dev/null || echo missing))" \
         "install one, or name it: $variable=/path/to/python3.12"
 }
 

@@ -69,19 +69,19 @@ def test_without_a_python(project: Path, script: str) -> None:
     code, said = run(project, script)
     assert code == 2
     assert said.splitlines() == [
-        "error: no Python 3.10 to 3.13 found (python3 is missing)",
+        "error: no Python 3.11 to 3.13 found (python3 is missing)",
         f"  fix: install one, or name it: {variable}=/path/to/python3.12",
     ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_python_without_venv_is_passed_over(project: Path, script: str) -> None:
-    for version in ("3.12", "3.11"):
+    for version in ("3.12", "3.13"):
         python(project / f"bin/python{version}", version, modules=False)
     code, said = run(project, script)
     assert code == 2 and "has no venv module\n  fix: install python3-venv" in said
-    python(project / "bin/python3.10", "3.10")
-    assert chosen(project, script)[0] == str(project / "bin/python3.10")
+    python(project / "bin/python3.11", "3.11")
+    assert chosen(project, script)[0] == str(project / "bin/python3.11")
 
 
 def chosen(project: Path, script: str, **variables: str) -> tuple[str, str]:
@@ -108,8 +108,8 @@ def test_the_newest_megatron_s_python_is_taken_where_there_is_one(
     project: Path, script: str
 ) -> None:
     variable, _ = SCRIPTS[script]
-    first = "the first one found of 3.12, 3.13, 3.11, 3.10"
-    plain = python(project / "bin/python3", "3.10")
+    first = "the first one found of 3.12, 3.13, 3.11"
+    plain = python(project / "bin/python3", "3.11")
     assert chosen(project, script) == (str(plain), "the only one found")
     older = python(project / "bin/python3.11", "3.11")
     assert chosen(project, script) == (str(older), first)
@@ -138,7 +138,7 @@ def test_an_active_environment_is_made_anew_with_its_base(project: Path, script:
     path = f"{venv / 'bin'}:{project / 'bin'}"
     assert chosen(project, script, PATH=path)[0] == str(base)
     (venv / "bin").mkdir(parents=True, exist_ok=True)
-    python(venv / "bin/python3", "3.10", base=base)
+    python(venv / "bin/python3", "3.11", base=base)
     assert chosen(project, script, PATH=path)[0] == str(base)
 
 
@@ -148,13 +148,11 @@ def test_a_python_of_the_user_s_that_cannot_serve_is_refused_by_name(
 ) -> None:
     variable, _ = SCRIPTS[script]
     python(project / "bin/python3.12", "3.12")
-    python(project / "bin/python3.9", "3.9")
-    code, said = run(project, script, **{variable: "python3.9"})
+    python(project / "bin/python3.10", "3.10")
+    code, said = run(project, script, **{variable: "python3.10"})
     assert code == 2
-    assert (
-        said
-        == f"error: {variable}=python3.9 says: Python 3.9.9\n  fix: name one of 3.12, 3.13, 3.11,"
-        " 3.10\n"
+    assert said == (
+        f"error: {variable}=python3.10 says: Python 3.10.9\n  fix: name one of 3.12, 3.13, 3.11\n"
     )
     code, said = run(project, script, **{variable: "python4"})
     assert code == 2 and f"error: {variable}=python4 is no command" in said
@@ -224,7 +222,7 @@ def test_on_a_full_disk_the_old_environment_stays(project: Path, script: str) ->
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_environment_made_by_hand_stays(project: Path, script: str) -> None:
-    variable, venv = SCRIPTS[script]
+    _, venv = SCRIPTS[script]
     python(project / "bin/python3.12", "3.12")
     (project / venv).mkdir()
     (project / venv / "kept").touch()
