@@ -50,7 +50,7 @@ def pythons() -> list[str]:
 
 
 def test_every_python_that_is_offered_can_have_every_pin() -> None:
-    """As far as the pins are installed here."""
+    """Pins that are not installed here are not looked at."""
     seen, refused = 0, []
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line.startswith("#"):
