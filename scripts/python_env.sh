@@ -2,7 +2,7 @@
 # Sourced by them; does nothing by itself.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHONS="3.12 3.13 3.11 3.10" # in the order they are taken in: the newest megatron-core needs 3.12
+PYTHONS="3.12 3.13 3.11" # in the order they are taken in: the newest megatron-core needs 3.12
 
 fail() { printf 'error: %s\n  fix: %s\n' "$1" "$2" >&2; exit 2; }
 
@@ -64,18 +64,23 @@ find_python() {
         bare="$candidate"
     fi
     [ -z "$bare" ] || fail "$bare has no venv module" "install python3-venv"
-    fail "no Python 3.10 to 3.13 found (python3 is $(python3 --version 2>/dev/null || echo missing))" \
+    fail "no Python 3.11 to 3.13 found (python3 is $(python3 --version 2>/dev/null || echo missing))" \
         "install one, or name it: $variable=/path/to/python3.12"
 }
 
-# An empty environment in a folder, from a Python, if its disk has room.
+# An empty environment in a folder, from a Python, if its disk has room. Until it is built its stamp says `building`.
 new_env() {
-    local venv="$1" python="$2" why="$3" needed_mb="$4" free_mb
+    local venv="$1" python="$2" why="$3" needed_mb="$4" free_mb each
     free_mb="$(df -Pm "$ROOT" | awk 'NR == 2 {print $4}')"
     [ "$free_mb" -ge "$needed_mb" ] ||
         fail "only $free_mb MB free on the disk of $ROOT, $venv needs $needed_mb" "free some space"
     echo "setting up $venv with $("$python" --version) of $python, $why (a few minutes, once)"
-    rm -rf "$venv"
+    [ ! -L "$venv" ] || rm "$venv" # the folder that a link leads to stays
+    mkdir -p "$venv"
+    echo building >"$venv/.stamp" # before anything is removed: an interrupted build is begun anew
+    for each in "$venv"/* "$venv"/.[!.]*; do
+        [ "$each" = "$venv/.stamp" ] || rm -rf "$each"
+    done
     "$python" -m venv "$venv"
 }
 
@@ -120,7 +125,8 @@ env_folder() {
 }
 
 # Calls a function that builds an environment, unless it was built from these files as they are, here, with its Python,
-# which must still run and be of the version that the variable named here asks for.
+# which must still run and be of the version that the variable named here asks for. Fails for a folder without a stamp,
+# such as an environment that was made by hand.
 build_if_changed() {
     local venv="$1" variable="$2" build="$3" stamp version asked
     shift 3
@@ -132,6 +138,8 @@ build_if_changed() {
         [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp $("$venv/bin/python" --version 2>/dev/null)" ]; then
         return
     fi
+    [ ! -e "$venv" ] || [ -e "$venv/.stamp" ] ||
+        fail "$venv was not made by this script, which would build it anew" "use it without this script, or remove it"
     "$build" "$venv"
     echo "$stamp $("$venv/bin/python" --version)" >"$venv/.stamp"
 }

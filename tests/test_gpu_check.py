@@ -3,7 +3,9 @@ bounds pass."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -24,12 +26,14 @@ from support.adams import offloading, precision_aware
 from support.carried_only import without_the_rest
 from support.runs import ROOT
 
-from megatron_stare.config.schema import PerformanceConfig
+from megatron_stare.config.schema import Config, PerformanceConfig
 from megatron_stare.errors import UserError
 from megatron_stare.models import read_shape
 from megatron_stare.planning.phase_times import body_flops
+from megatron_stare.process import versions
 from megatron_stare.rollout.engines.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
+from megatron_stare.rollout.engines.sglang.replica import server_options
 
 FOLDER = ROOT / "tools" / "gpu_check"
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
@@ -112,7 +116,7 @@ def optimizer_rows(rank: int, init: str) -> list[dict[str, Any]]:
         with offloading():
             second = check.updated(folder, PerformanceConfig(optimizer_offload=True))
     wrong = [replace(first, end=[x + 1 for x in first.end]), replace(first, resumed=plain.start)]
-    return [check.compared(each, plain, timed=False) for each in (first, second, *wrong)]
+    return [check.compared(each, plain) for each in (first, second, *wrong)]
 
 
 @pytest.mark.slow
@@ -120,6 +124,28 @@ def optimizer_rows(rank: int, init: str) -> list[dict[str, Any]]:
 def test_the_optimizers_rows_with_stand_ins(writers) -> None:
     (said,) = writers.run(optimizer_rows, 1)
     assert [each["verdict"] for each in said] == ["pass", "pass", "fail", "fail"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "plain_nbytes", "verdict"),
+    [(80, 100, "pass"), (100, 100, "fail"), (120, 100, "fail"), (0, 0, "pass")],
+)
+def test_an_optimizer_s_setting_may_be_slow_but_saves_memory(
+    nbytes: int, plain_nbytes: int, verdict: str
+) -> None:
+    check = module("optimizers")
+    start, end = [torch.zeros(2)], [torch.ones(2)]
+    plain = check.Updated(start, end, end, 1.0, plain_nbytes)
+    said = check.compared(replace(plain, seconds=3.0, nbytes=nbytes), plain)
+    assert said["verdict"] == verdict and said["time over none"] == 3.0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="it is there"
+)
+def test_the_optimizers_need_transformer_engine() -> None:
+    lacking = module("verdict").lacking
+    assert "transformer_engine.pytorch" in lacking(entry()["CHECKS"]["optimizers"])
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -289,14 +315,63 @@ def test_the_oldest_nccl_that_has_several_ranks_on_a_device_and_a_second_gpu(
     lacking = module("verdict").lacking
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    assert lacking(["nccl 2.30"]) == ["nccl 2.30"]
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
-    assert lacking(["nccl 2.30"]) == []
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))  # PyTorch's build
+    for loaded, there in (("2.30.7", True), ("2.9.6", False), ("2.30.1", True), (None, False)):
+        monkeypatch.setattr(versions, "loaded_nccl", lambda loaded=loaded: loaded)
+        assert (lacking(["nccl 2.30"]) == []) is there, loaded
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert lacking(["cuda", SECOND]) == [SECOND]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert lacking(["cuda", SECOND]) == []
+
+
+def test_the_nccl_of_a_result_is_the_one_that_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On both sides: this Python stands for the servers', with a library that says 2.30.7."""
+    check = module("servers")
+    there = (
+        "from megatron_stare.process import versions\n"
+        "versions.nccl_release = lambda: '2.30.7'\n"
+        "import importlib.metadata as metadata\nmetadata.version = lambda name: '0'\n"
+    )
+    monkeypatch.setattr(check, "_VERSIONS", there + check._VERSIONS)
+    monkeypatch.setattr(check, "sglang_python", lambda config: sys.executable)
+    monkeypatch.setattr(check, "nccl_release", lambda: "2.30.1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = check.libraries(Config.model_validate({"model": {"path": "none"}}))
+    assert [found[side]["nccl"] for side in ("trainer", "servers")] == ["2.30.1", "2.30.7"]
+    assert found["servers"]["torch"] == torch.__version__
+
+
+def test_both_ends_of_the_update_group_have_one_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check, own = module("update_group"), {**os.environ}
+    config = Config.model_validate(
+        {
+            "model": {"path": "none"},
+            "rollout": {"engine": "sglang"},
+            "runtime": {"env": {"A": "a"}},
+            "sglang": {"sync": "distributed", "python": sys.executable},
+        }
+    )
+
+    class Replica:
+        def __init__(self, config: Config, number: int) -> None:
+            raise UserError("the server did not start")
+
+    monkeypatch.setattr(os, "environ", own)
+    monkeypatch.setattr(check, "small_model", lambda cpu: contextlib.nullcontext("none"))
+    monkeypatch.setattr(check, "served", lambda *_, **__: config)
+    monkeypatch.setattr(check, "libraries", lambda config: {})
+    monkeypatch.setattr(check, "weights_of", lambda model: {})
+    monkeypatch.setattr(check, "SGLangReplica", Replica)
+    with pytest.raises(UserError):
+        check.run(True)
+    shared = {"A": "a", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert own.items() >= shared.items()
+    assert server_options(config).process_environment().items() >= shared.items()
 
 
 def test_the_servers_python_is_one_with_sglang(

@@ -51,10 +51,13 @@ def argument(name: str) -> str:
 def test_versions_are_those_of_the_pins_the_lock_and_the_container() -> None:
     trainer, server = listed()
     engine = {f"{name}=={argument('TRANSFORMER_ENGINE')}" for name in WHEELS["TRANSFORMER_ENGINE"]}
-    assert engine < {*trainer} <= engine | pins("constraints.txt")
+    lock = pins("scripts/sglang-cpu.lock")
+    imported = {each for each in lock if each.partition("==")[0] in WHEELS["IMPORTED"]}
+    assert "einops" in WHEELS["IMPORTED"] and len(imported) == len(WHEELS["IMPORTED"])
+    assert engine | imported < {*trainer} <= engine | imported | pins("constraints.txt")
     # for Python 3.12
     assert {"megatron-core==0.19.2", "typing_extensions==4.16.0"} < {*trainer}
-    lock, kernels = pins("scripts/sglang-cpu.lock"), WHEELS["KERNELS"].items()
+    kernels = WHEELS["KERNELS"].items()
     assert {*server} - lock == {f"{name}=={version}" for name, version in kernels}
     assert f"sglang=={argument('SGLANG')}" in server
     assert any(each.startswith("torchvision==") for each in server)
@@ -105,11 +108,17 @@ def test_kernels_are_those_that_sglang_asks_for() -> None:
         assert wanted[canonicalize_name(name)].specifier.contains(version), name
 
 
-def wheel(folder: Path, name: str) -> None:
-    """Writes a wheel with one module of its name."""
+def wheel(folder: Path, name: str, pytorch: str | None = None) -> None:
+    """Writes a wheel with one module of its name, or a package with `pytorch` as its module of that
+    name."""
     info = f"{name}-1.0.dist-info"
+    module = {f"{name}.py": "FOUND = __file__\n"}
     files = {
-        f"{name}.py": "FOUND = __file__\n",
+        **(
+            module
+            if pytorch is None
+            else {f"{name}/__init__.py": "", f"{name}/pytorch.py": pytorch}
+        ),
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
@@ -119,17 +128,38 @@ def wheel(folder: Path, name: str) -> None:
             archive.writestr(file, text)
 
 
+def test_what_is_built_sees_the_headers_of_pytorch_s_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def call(command: list[str], env: dict[str, str]) -> int:
+        asked.append(env["CPATH"].split(":"))
+        return 0
+
+    (tmp_path / "nvidia").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.setenv("CPATH", "/of/the/user")
+    install = runpy.run_path(str(FOLDER / "wheels.py"))["_install"]
+    assert install(["source.tar.gz"], tmp_path / "target") is False
+    ((*headers, last),) = asked
+    own = [f"{tmp_path}/nvidia/{name}/include" for name in ("cudnn", "nccl")]
+    assert {*own} <= {*headers} and last == "/of/the/user"
+
+
 @pytest.mark.wide
 def test_what_is_fetched_is_found_once_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One package that is not to be had, or does not build, costs none of the others. Half of
-    Transformer Engine is not installed."""
+    Transformer Engine, or one that does not import, is not left installed."""
     registry, fetched, root = (tmp_path / name for name in ("registry", "fetched", "root"))
     for folder in (registry, fetched, root):
         folder.mkdir()
-    for name in ("of_trainer", "of_servers", "transformer_engine"):
+    for name in ("of_trainer", "of_servers"):
         wheel(registry, name)
+    wheel(registry, "transformer_engine", "import of_trainer\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(registry))
     found: dict[str, Any] = runpy.run_path(str(FOLDER / "wheels.py"))
@@ -143,10 +173,14 @@ def test_what_is_fetched_is_found_once_it_is_installed(
     source.write_bytes(b"does not build")
     assert found["install"](fetched, root) == 1
     assert (root / ".gpu_wheels" / "of_trainer.py").exists()
-    assert not (root / ".gpu_wheels" / "transformer_engine.py").exists()
+    assert not [*root.glob(".gpu_wheels/transformer_engine*")]
     source.unlink()
     assert found["install"](fetched, root) == 0
-    assert (root / ".gpu_wheels" / "transformer_engine.py").exists()
+    assert (root / ".gpu_wheels" / "transformer_engine").is_dir()
+    wheel(fetched / "trainer", "transformer_engine", "import not_carried\n")
+    assert found["install"](fetched, root) == 1
+    assert not [*root.glob(".gpu_wheels/transformer_engine*")]
+    assert (root / ".gpu_wheels" / "of_trainer.py").exists()
     code = "import of_servers, torch; print(of_servers.FOUND, torch.__file__)"
     python = root / ".venv-sglang" / "bin" / "python"
     said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout

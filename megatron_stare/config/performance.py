@@ -62,7 +62,8 @@ class Feature:
     `covered`: the tests of the setting, in this repository or upstream. `covered` is "" if there
         are no tests, or if the setting is a trade-off, such as less memory for more time.
     `check`: the check of scripts/gpu_check.sh that tests the setting.
-    `proven`: true if the check's committed result shows that the setting is correct and no slower.
+    `proven`: true if the check's committed result shows that the setting is correct and no slower,
+        or, if the check is `optimizers`, that it is correct and saves memory.
     """
 
     name: str

@@ -443,7 +443,7 @@ class Tools(Environment):
                     said if isinstance(said, str) else json.dumps(said, default=str),
                     False,
                 )
-            except asyncio.TimeoutError:  # not yet the built-in one in Python 3.10
+            except TimeoutError:
                 text, failed = f"Error: no answer in {self._call_seconds:g} seconds", True
                 if thread is not None:
                     self._require_threads(kind.name, thread)

@@ -11,6 +11,7 @@ command `doctor` may run in an environment without torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import platform
@@ -27,6 +28,7 @@ from megatron_stare import __version__
 
 # reported beside torch if installed
 LIBRARIES = ("megatron-core", "transformer-engine", "flash-attn")
+NCCL = "libnccl.so.2"  # the soname that PyTorch links to
 _TIMEOUT_S = 5.0  # git on a hanging disk must not block a run
 
 
@@ -40,6 +42,34 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def nccl_release() -> str | None:
+    """Returns the release of NCCL that this process uses, or None if PyTorch was built without
+    NCCL. The release is that of the loaded library or, if PyTorch contains NCCL itself, the release
+    that PyTorch was built with."""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return None
+    return loaded_nccl() or ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def loaded_nccl() -> str | None:
+    """Returns the release of the NCCL library that this process loads, or None if there is no such
+    library.
+
+    The release may differ from torch.cuda.nccl.version(), which is the release that PyTorch was
+    built with.
+    """
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL(NCCL).ncclGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):  # no library, or no version function
+        return None
+    base = 10000 if number.value >= 10000 else 1000  # 1000 before 2.9; see NCCL_VERSION in nccl.h
+    return f"{number.value // base}.{number.value % base // 100}.{number.value % 100}"
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from support.runs import ROOT
 from megatron_stare.cli import main
 from megatron_stare.commands.doctor import examine as examine_module
 from megatron_stare.commands.doctor import facts
-from megatron_stare.commands.doctor import facts as facts_of
 from megatron_stare.commands.doctor.checks_environment import check_timeouts
 from megatron_stare.commands.doctor.checks_machine import (
     check_clock,
@@ -42,12 +41,14 @@ from megatron_stare.commands.doctor.checks_versions import (
     check_versions,
 )
 from megatron_stare.commands.doctor.examine import as_text, examine, of_machine
-from megatron_stare.commands.doctor.facts import VARIABLES, Facts, loaded_nccl, local_facts
+from megatron_stare.commands.doctor.facts import VARIABLES, Facts, local_facts
 from megatron_stare.commands.doctor.finding import Finding
 from megatron_stare.commands.doctor.node_probe import NodeProbe
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.environments import sandboxes
+from megatron_stare.process import versions as package_versions
+from megatron_stare.process.versions import loaded_nccl
 from megatron_stare.rollout.engines.replicas import server_release
 
 # `nvidia-smi topo -m` of a machine whose second pair of GPUs is on the other socket; its header is
@@ -383,12 +384,12 @@ def test_the_nccl_that_is_loaded_counts(
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nccl.c")], check=True
     )
-    monkeypatch.setattr(facts_of, "NCCL", str(library))
+    monkeypatch.setattr(package_versions, "NCCL", str(library))
     assert loaded_nccl() == version
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert local_facts().versions["nccl"] == version
-    monkeypatch.setattr(facts_of, "NCCL", str(tmp_path / "none"))
+    monkeypatch.setattr(package_versions, "NCCL", str(tmp_path / "none"))
     assert loaded_nccl() is None
 
 

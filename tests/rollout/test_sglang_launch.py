@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -281,6 +282,26 @@ def test_the_environment_is_passed_through_and_a_run_has_the_last_word(monkeypat
     assert found["NCCL_DEBUG"] == "WARN" and found["FROM_THE_USER"] == "kept"
     assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("3", "1")
     assert "PYTHONPATH" not in found and "SGLANG_CPU_OMP_THREADS_BIND" not in found
+
+
+def test_a_server_finds_the_tools_of_its_own_environment(tmp_path, monkeypatch):
+    """SGLang starts `ninja` by its name, and its Python is a link to another folder's."""
+    own, others = (tmp_path / name / "bin" for name in ("servers", "trainer"))
+    for folder in (own, others):
+        folder.mkdir(parents=True)
+        (folder / "python").symlink_to(sys.executable)
+        (folder / "ninja").write_text("#!/bin/sh\n")
+        (folder / "ninja").chmod(0o755)
+    monkeypatch.setenv("PATH", str(others), prepend=os.pathsep)
+    for python in (own / "python", others / "python"):
+        options = server_options(config(python=str(python)))
+        path = options.process_environment()["PATH"]
+        assert shutil.which("ninja", path=path) == str(python.parent / "ninja")
+        assert path.endswith(os.environ["PATH"])
+    named = server_options(config(python="python")).process_environment()
+    assert shutil.which("ninja", path=named["PATH"]) == str(others / "ninja")
+    set_so = server_options(config(environment={"PATH": "/a"})).process_environment()
+    assert set_so["PATH"] == "/a"
 
 
 def test_ranks_on_a_cpu_are_bound_to_cores_that_there_are():

@@ -19,7 +19,7 @@ def python_of(newer: bool) -> str:
     if newer == (sys.version_info[:2] >= NEWER):
         return sys.executable
     named = os.environ.get("MEGATRON_STARE_OTHER_PYTHON")
-    beside = ["3.12", "3.13"] if newer else ["3.11", "3.10"]
+    beside = ["3.12", "3.13"] if newer else ["3.11"]
     places = [ROOT / f".venv-{version}/bin/python" for version in beside]
     # the first that was made is .venv, whatever its version
     places += [ROOT / ".venv/bin" / f"python{version}" for version in beside]

@@ -58,7 +58,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "nccl_ranks": (*_TRAINER, "nccl 2.30"),
     "te": (*_TRAINER, "transformer_engine.pytorch"),
     "settings": _TRAINER,
-    "optimizers": _TRAINER,
+    "optimizers": (*_TRAINER, "transformer_engine.pytorch"),
 }
 
 

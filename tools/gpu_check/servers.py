@@ -11,6 +11,7 @@ import torch
 
 from megatron_stare.config.schema import Config
 from megatron_stare.models import read_shape
+from megatron_stare.process.versions import nccl_release
 from megatron_stare.rollout.engines.sglang.replica import check_servers, sglang_python
 from megatron_stare.weights.files.hf_folder import HfFolder
 
@@ -19,8 +20,8 @@ CALL_S = 120.0  # of a call of a server
 _VERSIONS = """
 import json, torch
 from importlib.metadata import version
-nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
-print(json.dumps({"sglang": version("sglang"), "torch": torch.__version__, "nccl": nccl}))
+from megatron_stare.process.versions import nccl_release
+print(json.dumps({"sglang": version("sglang"), "torch": torch.__version__, "nccl": nccl_release()}))
 """
 
 
@@ -54,9 +55,8 @@ def libraries(config: Config) -> dict[str, dict[str, str | None]]:
     """Versions of PyTorch and NCCL here and in the servers' environment, and of SGLang there."""
     asked = [sglang_python(config), "-c", _VERSIONS]
     said = subprocess.run(asked, capture_output=True, text=True, check=True)
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
     return {
-        "trainer": {"torch": torch.__version__, "nccl": nccl},
+        "trainer": {"torch": torch.__version__, "nccl": nccl_release()},
         "servers": json.loads(said.stdout.splitlines()[-1]),
     }
 

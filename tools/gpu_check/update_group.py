@@ -16,6 +16,7 @@ from servers import libraries, served, weights_of
 from small_model import small_model
 from verdict import Bound
 
+from megatron_stare.config.process_settings import shared_environment
 from megatron_stare.rollout.engines.sglang.replica import SGLangReplica
 
 GPU_ONLY: tuple[str, ...] = ()
@@ -30,6 +31,8 @@ def run(cpu: bool) -> dict[str, Any]:
     second = {} if cpu else {"environment": {"CUDA_VISIBLE_DEVICES": seen.split(",")[1]}}
     with small_model(cpu) as model:
         config = served(model, cpu, sync="distributed", **second)
+        # NCCL's settings of the server, before this rank's first CUDA call, as a trainer gets them
+        os.environ.update(shared_environment(config))
         versions, weights = libraries(config), weights_of(model)
         print(versions, flush=True)  # should the group be refused
         if not cpu:

@@ -55,8 +55,14 @@ def _device_has(name: str) -> bool:
         return torch.cuda.is_available()
     if name == SECOND_GPU:
         return torch.cuda.device_count() > 1
-    wanted = tuple(map(int, name.removeprefix("nccl ").split(".")))
-    return torch.distributed.is_nccl_available() and torch.cuda.nccl.version() >= wanted
+    from megatron_stare.process.versions import nccl_release
+
+    wanted, release = name.removeprefix("nccl "), nccl_release()
+    return release is not None and _numbers(release) >= _numbers(wanted)
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 def verdict_of(figures: Mapping[str, float], bounds: Mapping[str, Bound]) -> tuple[str, list[str]]:

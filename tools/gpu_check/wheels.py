@@ -8,7 +8,10 @@ lacks.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +39,7 @@ TRANSFORMER_ENGINE = (
     "transformer-engine-torch",
 )
 BUILT = ("transformer-engine-torch",)
+IMPORTED = ("einops",)  # by Transformer Engine; the version is that of the servers' lock
 # SGLang's kernels for GPUs, which its lock for CPUs leaves out, as SGLang itself asks for them
 KERNELS = {
     "sglang-kernel": "0.4.10",
@@ -57,8 +61,10 @@ def trainers() -> list[str]:
     (version,) = re.findall(
         r"^ARG TRANSFORMER_ENGINE=(\S+)", (ROOT / "scripts/Containerfile").read_text(), re.MULTILINE
     )
+    lock = _pins("scripts/sglang-cpu.lock")
     return [
         *(f"{name}=={pins[name]}" for name in CARRIED),
+        *(f"{name}=={lock[name]}" for name in IMPORTED),
         *(f"{name}=={version}" for name in TRANSFORMER_ENGINE),
     ]
 
@@ -120,8 +126,8 @@ def install(folder: Path, root: Path = ROOT) -> int:
     rest is there.
 
     Transformer Engine comes last, and whole or not at all: without its part for PyTorch, which may
-    not build, the trainer would take it for usable. The servers' environment sees this
-    interpreter's packages behind its own, and this project.
+    not build or not import, the trainer would take it for usable. The servers' environment sees
+    this interpreter's packages behind its own, and this project.
     """
     failed = False
     trainer, environment = _files(folder / TRAINER), root / ".venv-sglang"
@@ -134,14 +140,39 @@ def install(folder: Path, root: Path = ROOT) -> int:
         failed |= _install(served, packages)
         behind = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
         (packages / "behind.pth").write_text("\n".join([*behind, str(root)]) + "\n")
-    return int(failed | _install(engine, root / ".gpu_wheels"))
+    failed |= _install(engine, root / ".gpu_wheels")
+    return int(failed | (bool(engine) and not _engine_imports(root / ".gpu_wheels")))
+
+
+def _engine_imports(target: Path) -> bool:
+    """Imports Transformer Engine, if it is there, and removes it where that fails: megatron-core
+    cannot be imported beside one that is found and does not import."""
+    found = [*target.glob("transformer_engine*")]
+    path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    if not found or subprocess.call(code, env={**os.environ, "PYTHONPATH": path}) == 0:
+        return True
+    for each in found:
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    print("Transformer Engine does not import, and is removed", flush=True)
+    return False
 
 
 def _install(files: list[str], target: Path) -> bool:
-    """Returns True where pip failed, which then has installed none of them."""
+    """Returns True where pip failed, which then has installed none of them. What is built from its
+    source sees the headers of cuDNN and NCCL, which only PyTorch's packages may have."""
     offline = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
     pip = [sys.executable, "-m", "pip", "install", *offline, "--target", str(target)]
-    return bool(files) and subprocess.call([*pip, *files]) > 0
+    headers = [f"{folder}/{name}/include" for folder in _nvidia() for name in ("cudnn", "nccl")]
+    path = os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])])
+    environment = {**os.environ, **({"CPATH": path} if path else {})}
+    return bool(files) and subprocess.call([*pip, *files], env=environment) > 0
+
+
+def _nvidia() -> list[str]:
+    """Folders of the package `nvidia`, in which CUDA's libraries for PyTorch lie."""
+    found = importlib.util.find_spec("nvidia")
+    return list(found.submodule_search_locations or ()) if found else []
 
 
 def _files(folder: Path) -> list[str]:

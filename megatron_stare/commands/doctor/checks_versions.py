@@ -9,7 +9,7 @@ from megatron_stare.commands.doctor.facts import Facts
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
 from megatron_stare.config.schema import Config
 
-PYTHONS = ((3, 10), (3, 13))
+PYTHONS = ((3, 11), (3, 13))
 # packages pinned in constraints.txt whose private API is used
 PINNED = {"torch": "2.13.0", "ray": "2.60.0"}
 MEGATRON = {'python_version < "3.12"': "0.16.1", 'python_version >= "3.12"': "0.19.2"}

@@ -4,7 +4,6 @@ limits, devices, environment variables and the results of testing a folder."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import importlib.util
 import json
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_stare.process.versions import versions
+from megatron_stare.process.versions import nccl_release, versions
 
 PACKAGES = (
     "torch",
@@ -59,7 +58,6 @@ VARIABLES = (
     "NO_PROXY",
 )
 INFINIBAND, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
-NCCL = "libnccl.so.2"  # the soname that PyTorch links to
 TOOL_S = 60
 WRITTEN = 32 * 2**20  # bytes written to test a folder
 _SECOND_LOCK = (
@@ -166,28 +164,11 @@ def _versions() -> dict[str, str]:
 
         if torch.version.cuda:
             found["cuda"] = torch.version.cuda
-            if torch.distributed.is_nccl_available():
-                found["nccl"] = loaded_nccl() or ".".join(map(str, torch.cuda.nccl.version()))
+            if (nccl := nccl_release()) is not None:
+                found["nccl"] = nccl
     if driver := _smi("--query-gpu=driver_version").split():
         found["driver"] = driver[0]
     return found
-
-
-def loaded_nccl() -> str | None:
-    """Returns the release of the NCCL library that this process loads, or None if there is no such
-    library.
-
-    The release may differ from torch.cuda.nccl.version(), which is the release that PyTorch was
-    built with.
-    """
-    number = ctypes.c_int()
-    try:
-        if ctypes.CDLL(NCCL).ncclGetVersion(ctypes.byref(number)) != 0:
-            return None
-    except (OSError, AttributeError):  # no library, or no version function
-        return None
-    base = 10000 if number.value >= 10000 else 1000  # 1000 before 2.9; see NCCL_VERSION in nccl.h
-    return f"{number.value // base}.{number.value % base // 100}.{number.value % 100}"
 
 
 def _smi(query: str) -> str:

@@ -143,8 +143,8 @@ class SGLangClient:
             return await asyncio.wait_for(
                 transport.request(method, path, headers, content), limit_s
             )
-        except (OSError, asyncio.TimeoutError) as error:
-            late = isinstance(error, asyncio.TimeoutError)
+        except (OSError, TimeoutError) as error:
+            late = isinstance(error, TimeoutError)
             words = f"within {limit_s:g} s" if late else f"{type(error).__name__} {error}".rstrip()
             where = self.url if transport is self._transport else self.asked
             lost = ServerLostError(f"the server does not answer {path}: {words}", where=where)

@@ -4,6 +4,7 @@ and the environment of the server processes."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,7 +137,11 @@ class ServerOptions:
         variables that servers need. The variables in `environment` come from the run's settings and
         override all other variables."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
+        # SGLang compiles kernels with the `ninja` beside its Python; a virtual environment's folder
+        # is found through the link, not through the target
+        folder = Path(shutil.which(self.python) or self.python).absolute().parent
         kept |= {
+            "PATH": f"{folder}{os.pathsep}{kept.get('PATH', os.defpath)}",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),

@@ -101,7 +101,7 @@ class Watch:
             held = self._held()
             try:
                 info = await asyncio.wait_for(self._client.model_info(), self._limit_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 last = ServerGoneError(
                     f"the server has not answered for {self._limit_s:g} s", where=self._client.url
                 )
