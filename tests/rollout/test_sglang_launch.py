@@ -125,6 +125,7 @@ def test_the_command_line_of_a_server_on_gpus():
         *("--tp-size", "4"),
         *("--ep-size", "2"),
         *("--attention-backend", "fa3"),
+        *("--moe-runner-backend", "triton"),
         *("--mem-fraction-static", "0.7"),
         *("--context-length", "120"),
         *("--max-total-tokens", "9000"),
@@ -143,6 +144,13 @@ def test_the_command_line_of_a_server_on_gpus():
     ]
     assert server_flags(asked).keys() == {"enable_deterministic_inference", "enable_memory_saver"}
     assert served_dtype(asked) == "bfloat16"
+
+
+def test_experts_are_stored_as_they_are_sent():
+    """On compute capability 10 SGLang 0.5.23 would choose a runner that repacks them."""
+    words = server_options(config(device="cuda")).arguments(1)
+    assert words[words.index("--moe-runner-backend") + 1] == "triton"
+    assert "--moe-runner-backend" not in server_options(config(device="cpu")).arguments(1)
 
 
 def test_a_server_whose_experts_are_replayed_names_them():
@@ -458,6 +466,11 @@ def test_further_flags_are_those_of_the_release():
     assert (
         refused("--pp-size", "2", "--dtype=half")
         == "they change dtype, pp_size, which this project sets itself"
+    )
+    own = server_options(config(device="cuda")).own_arguments(0)
+    assert (
+        refused("--moe-runner-backend=flashinfer_cutlass")
+        == "they change moe_runner_backend, which this project sets itself"
     )
 
 

@@ -95,6 +95,8 @@ class ServerOptions:
             "nnodes": self.nodes if self.nodes > 1 else None,
             "node-rank": self.node if self.nodes > 1 else None,
             "attention-backend": self.attention_backend or (CPU_ATTENTION if on_cpu else None),
+            # keeps experts as they are sent; SGLang's choice on B200 stores them in another order
+            "moe-runner-backend": None if on_cpu else "triton",
             "sampling-backend": "pytorch" if on_cpu else None,
             "mem-fraction-static": 0.1 if on_cpu else self.memory_fraction,
             "context-length": self.context_length,
