@@ -459,6 +459,21 @@ def test_a_folder_with_something_else_in_it_is_left_alone(
     assert (tmp_path / "out/notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("sync", ["tensor", "distributed", "disk"])
+def test_servers_on_gpus_get_their_weights_through_files(monkeypatch, sync: str) -> None:
+    """The command has no GPU of its own: handles reach none of theirs, and NCCL joins none."""
+    monkeypatch.setenv("MEGATRON_STARE_SGLANG_PYTHON", sys.executable)
+
+    def chosen(*overrides: str) -> str:
+        served = ("rollout.engine=sglang", f"sglang.sync={sync}", *overrides)
+        return read(
+            load_config(QUICKSTART, [*INLINE, *ASKED, *served]), MODEL, []
+        ).config.sglang.sync
+
+    assert chosen("sglang.device=cuda", "rollout.engines=2") == "disk"
+    assert chosen("sglang.device=cpu") == chosen("sglang.urls=[http://127.0.0.1:1]") == sync
+
+
 def test_tasks_are_chosen_and_added(capsys, monkeypatch, tmp_path: Path) -> None:
     """The printed table, --json, and results of both tasks in one folder."""
     monkeypatch.chdir(tmp_path)

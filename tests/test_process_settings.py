@@ -178,19 +178,29 @@ def test_no_two_holders_share_a_port() -> None:
     assert sorted(ports) == list(range(30000, 30022))
     assert [server_options(asked, number).ports for number in range(3)] == shares[1:]
     assert port_share(config(), 0, 3) is None
-    of_ours = [server_options(config("rollout.engines=3"), number).ports for number in range(3)]
+    of_ours = [server_options(config("rollout.engines=4"), number).ports for number in range(4)]
     assert sorted(port for share in of_ours for port in share) == sorted(PORTS)
     check_ports(asked, 10)
     with pytest.raises(
         ConfigError, match="22 ports are too few for the trainer's ranks and 11 engines"
     ):
         check_ports(asked, 11)
+    with pytest.raises(ConfigError, match="at least 32"):
+        check_ports(config("runtime.ports=[30000, 30030]", "sglang.attention_data_parallel=2"), 1)
 
 
 def test_a_servers_ranks_meet_in_the_range_too() -> None:
     words = server_options(config("runtime.ports=[30000, 30021]")).arguments(30001, 30003)
     assert words[words.index("--nccl-port") + 1] == "30003"
     assert "--nccl-port" not in server_options(config()).arguments(30001)
+
+
+def test_a_port_and_those_after_it_are_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert free_port("127.0.0.1", [port - 1]) == port - 1
+        with pytest.raises(ConfigError, match="is free on 0"):
+            free_port("0.0.0.0", [port - 1], 1)
 
 
 def test_a_port_is_free_and_one_of_those_given() -> None:

@@ -123,12 +123,12 @@ def _check_allocators(config: Config) -> None:
 
 
 def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
-    """Raises ConfigError if runtime.ports is too small. The trainer ranks together need two ports,
-    and each node of each replica needs two ports."""
+    """Raises ConfigError if runtime.ports is too small. The trainer ranks together, and each node
+    of each replica, get equal shares of the range. A share has at least `ports_needed` ports."""
     if not config.runtime.ports:
         return
     first, last = config.runtime.ports
-    needed = 2 * (replicas * nodes + 1)
+    needed = ports_needed(config) * (replicas * nodes + 1)
     if last - first + 1 < needed:
         raise ConfigError(
             f"{last - first + 1} ports are too few for the trainer's ranks and {replicas} engines"
@@ -136,6 +136,13 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
             where="runtime.ports",
             fix=f"at least {needed}; more where other programs listen there",
         )
+
+
+def ports_needed(config: Config) -> int:
+    """Returns the number of ports that a replica process needs: one for HTTP, and one for the
+    ranks' rendezvous. If groups of ranks have requests of their own, a process needs 2 ports for
+    HTTP and 14 for the ranks, because SGLang derives ports from the rendezvous port."""
+    return 16 if config.sglang.attention_data_parallel > 1 else 2
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:

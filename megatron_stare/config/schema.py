@@ -279,9 +279,9 @@ class RuntimeConfig(Section):
         return value
 
     def port_share(self, number: int, shares: int) -> range | None:
-        """Divides the port range into `shares` disjoint sets, and returns the set with index
-        `number`. Returns None if no range is set. No port is in two sets, so processes that use
-        different sets never take the same port.
+        """Divides the port range into `shares` consecutive ranges, and returns the range with index
+        `number`. Returns None if no range is set. No port is in two ranges, so processes that use
+        different ranges never take the same port.
 
         Raises:
             ValueError: the range has fewer than `shares` ports.
@@ -289,9 +289,9 @@ class RuntimeConfig(Section):
         if not self.ports:
             return None
         first, last = self.ports
-        if last - first + 1 < shares:
-            raise ValueError(f"{last - first + 1} ports cannot be shared by {shares}")
-        return range(first + number, last + 1, shares)
+        if (count := last - first + 1) < shares:
+            raise ValueError(f"{count} ports cannot be shared by {shares}")
+        return range(first + number * count // shares, first + (number + 1) * count // shares)
 
 
 class Config(Section):

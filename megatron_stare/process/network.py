@@ -69,14 +69,15 @@ def require_own_address(host: str, where: str) -> None:
         ) from error
 
 
-def free_port(host: str, ports: Sequence[int]) -> int:
+def free_port(host: str, ports: Sequence[int], following: int = 0) -> int:
     """Returns a free TCP port at `host`, an address of this machine. The port is drawn at random
-    from `ports`. The number 0 in `ports` stands for any port.
+    from `ports`. The number 0 in `ports` stands for any port. The next `following` ports after the
+    returned port are free, too.
 
     Raises:
         ConfigError: none of the ports that were tried is free.
     """
-    with _bound(host, ports) as held:
+    with _bound(host, ports, following) as held:
         port: int = held.getsockname()[1]
         return port
 
@@ -101,11 +102,14 @@ def reserved(address: str) -> socket.socket | None:
     return found[0] if found else None
 
 
-def _bound(host: str, ports: Sequence[int]) -> socket.socket:
+def _bound(host: str, ports: Sequence[int], following: int = 0) -> socket.socket:
     for port in random.SystemRandom().sample(ports, min(TRIED, len(ports))):
         held = socket.socket()
         try:
             held.bind((host, port))
+            for later in range(port + 1, port + 1 + following):
+                with socket.socket() as probe:
+                    probe.bind((host, later))
             return held
         except OSError:
             held.close()

@@ -3,6 +3,7 @@ devices."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Opened(Sender):
         self._fail_at = fail_at
         self._open: tuple[Bucket, Sequence[Any]] | None = None
         self.held: list[dict[str, Tensor]] = []  # by rank of the engine
+        self.made = 0  # handles
         self.closed = False
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
@@ -51,6 +53,7 @@ class Opened(Sender):
     def begin(self) -> None: ...
 
     def handle(self, bucket: Bucket) -> Any:
+        self.made += 1
         name = shared_name(bucket.flat.untyped_storage())
         # a name, not the values
         assert name is not None and len(packed(bucket.tensors())) < bucket.layout.nbytes
@@ -273,6 +276,35 @@ def test_an_engine_that_fails_is_told_by_its_rank_alone_and_the_next_update_is_w
     (_, other), (_, again) = told[2][0][0], told[0][1][0]
     assert other[0].keys() == again[0].keys() == found[0][2].keys()
     assert all(torch.equal(again[1][name], tensor) for name, tensor in found[0][2].items())
+
+
+def handles_made(rank: int, init: str, config: Config, target: OnDevices) -> tuple[int, int]:
+    """Sends an update. Returned are the numbers of handles that the rank made, and of buckets."""
+    OPENED.clear()
+    trainer = Trainer(resolve_run(config), rank, init)
+    policy = trainer.policy
+    sending = DeviceSend(policy.model, policy.layout, policy.shape, BOUND)
+    sending.prepare(target, True)  # type: ignore[arg-type]
+    with contextlib.suppress(UserError):
+        sending.send()
+    sending.close()
+    trainer.close()
+    return OPENED[0].made, len(sending._plan.buckets)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("engines", [PAIRS, ((0,), (1,), (2,), (3,))], ids=["pairs", "single"])
+def test_no_handles_are_made_for_an_engine_that_failed(
+    ranks: RankPool, tmp_path: Path, engines: tuple[tuple[int, ...], ...]
+) -> None:
+    """On none of its ranks: nobody opens them, and torch keeps what they are of until someone
+    does."""
+    save_model(tmp_path, "qwen3")
+    config = config_of(tmp_path, {"tensor": 2, "data": 2})
+    found = ranks.run(handles_made, 4, config, OnDevices(engines, fail_at=1))
+    for rank, (made, buckets) in enumerate(found):
+        assert buckets > 3
+        assert made == (2 if rank in engines[0] else buckets)
 
 
 def config_of(path: Path, layout: dict[str, int]) -> Config:

@@ -25,6 +25,7 @@ from megatron_stare.rollout.engines import engine_worker
 from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang import target
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.sync import Sent
 from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_sync
 from megatron_stare.rollout.fleet.health import Health, NoEngineError
 from megatron_stare.rollout.sources.rollout_source import Rollouts
@@ -220,6 +221,16 @@ def test_one_that_comes_back_is_proved_whatever_was_proved_before(
     run.publish()
     assert spare.calls.count("/weights_checker") == 1
     run.close()
+
+
+def test_engines_are_given_one_copy_of_what_senders_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a copy for each engine, of the reports of all senders."""
+    fakes = Fakes(monkeypatch, [Mortal("localhost:1")], [Mortal("localhost:2")], sync="tensor")
+    shared: list[Any] = []
+    monkeypatch.setattr(fakes.run.workers, "share", lambda value: shared.append(value) or value)
+    fakes.run.publish()
+    assert [[type(one) for one in told] for told in shared] == [[Sent]]
+    fakes.run.close()
 
 
 @pytest.mark.distributed

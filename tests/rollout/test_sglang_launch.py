@@ -23,6 +23,7 @@ import torch
 from support import sglang_servers as servers
 
 from megatron_stare.config.fault_sections import FaultsConfig
+from megatron_stare.config.process_settings import check_ports
 from megatron_stare.config.schema import Config, MoeConfig, RuntimeConfig, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
@@ -126,6 +127,7 @@ def test_the_command_line_of_a_server_on_gpus():
         *("--tp-size", "4"),
         *("--ep-size", "2"),
         *("--attention-backend", "fa3"),
+        *("--moe-runner-backend", "triton"),
         *("--mem-fraction-static", "0.7"),
         *("--context-length", "120"),
         *("--max-total-tokens", "9000"),
@@ -144,6 +146,13 @@ def test_the_command_line_of_a_server_on_gpus():
     ]
     assert server_flags(asked).keys() == {"enable_deterministic_inference", "enable_memory_saver"}
     assert served_dtype(asked) == "bfloat16"
+
+
+def test_experts_are_stored_as_they_are_sent():
+    """On compute capability 10 SGLang 0.5.23 would choose a runner that repacks them."""
+    words = server_options(config(device="cuda")).arguments(1)
+    assert words[words.index("--moe-runner-backend") + 1] == "triton"
+    assert "--moe-runner-backend" not in server_options(config(device="cpu")).arguments(1)
 
 
 def test_a_server_whose_experts_are_replayed_names_them():
@@ -238,7 +247,39 @@ def test_no_two_servers_of_a_run_draw_from_the_same_ports():
     assert not set().union(*drawn) & set(range(22_000, 30_000))
     assert max(set().union(*drawn)) < 32_768
     for number in (0, 4999):  # one for HTTP and one for the ranks
-        assert len(share_of_ports(number, 5000)) == 2
+        assert len(share_of_ports(number, 5000, 2)) == 2
+
+
+@pytest.mark.parametrize("ports", [[], [29_000, 30_039]])  # of the range, 65 shares of 16
+@pytest.mark.parametrize("engines", [3, 64])
+def test_ports_that_sglang_derives_are_no_other_servers(ports, engines):
+    """With groups of ranks that have requests of their own, at fixed distances of the meeting port;
+    by PortArgs.init_new and data_parallel_controller.py of SGLang 0.5.23."""
+    asked = servers.config(engines=engines, tensor_parallel=2, attention_data_parallel=2)
+    asked = asked.model_copy(update={"runtime": RuntimeConfig(ports=ports)})
+    check_ports(asked, engines)
+    taken: set[int] = set()
+    for number in range(engines):
+        options = server_options(asked, number)
+        http, met = set(options.http_ports), set(options.meeting_ports)
+        ranks = {port + further for port in met for further in (0, 1, 2, 3, 4, 5, 6, 13)}
+        assert http and met and not http & ranks
+        assert not taken & (http | ranks)
+        taken |= http | ranks
+
+
+def test_a_server_with_groups_of_ranks_is_told_where_they_meet(monkeypatch):
+    """Else SGLang derives their ports from the one for HTTP, beyond the server's share."""
+    told: list[list[str]] = []
+    monkeypatch.setattr(server.subprocess, "Popen", lambda words, **_: told.append(words))
+    options = server_options(config(device="cpu", tensor_parallel=2, attention_data_parallel=2))
+    process = ServerProcess(options)
+    shutil.rmtree(process._scratch)
+    (words,) = told
+    host, _, port = words[words.index("--dist-init-addr") + 1].partition(":")
+    assert host == "127.0.0.1" and int(port) in options.meeting_ports
+    assert int(words[words.index("--port") + 1]) in options.http_ports
+    assert "--nccl-port" not in words
 
 
 def test_a_syncs_broadcast_has_the_limit_of_collectives_and_its_calls_that_of_calls():
@@ -444,7 +485,7 @@ def test_two_servers_of_two_ranks_listen_in_their_shares_of_the_range():
             stack.callback(replica.engine().close)
         for number, replica in enumerate(replicas):
             share = asked.runtime.port_share(number + 1, 3)
-            assert share is not None and list(share) == list(range(29_001 + number, 29_012, 3))
+            assert share == range(29_004 + 4 * number, 29_008 + 4 * number)
             root = psutil.Process(replica._process.process_group)
             listening = {
                 connection.laddr.port
@@ -452,7 +493,7 @@ def test_two_servers_of_two_ranks_listen_in_their_shares_of_the_range():
                 for connection in process.net_connections("tcp")
                 if connection.status == psutil.CONN_LISTEN
             }
-            http, meeting = listening & set(share[::2]), listening & set(share[1::2])
+            http, meeting = listening & set(share[:2]), listening & set(share[2:])
             assert [f"http://127.0.0.1:{port}" for port in http] == [replica._process.url]
             assert len(meeting) == 1
             assert not listening & (set(range(29_000, 29_012)) - set(share))
@@ -479,6 +520,11 @@ def test_further_flags_are_those_of_the_release():
     assert (
         refused("--pp-size", "2", "--dtype=half")
         == "they change dtype, pp_size, which this project sets itself"
+    )
+    own = server_options(config(device="cuda")).own_arguments(0)
+    assert (
+        refused("--moe-runner-backend=flashinfer_cutlass")
+        == "they change moe_runner_backend, which this project sets itself"
     )
 
 

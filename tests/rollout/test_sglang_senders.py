@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from megatron_stare.rollout.engines.sglang.place import Place, this_host
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 from megatron_stare.rollout.engines.sglang.served_hash import TiledDigest
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.sync import Sending, Sent
+from megatron_stare.rollout.engines.sglang.sync import Sending, Sent, WeightSync
 from megatron_stare.rollout.engines.sglang.target import ServersTarget, TargetServer
 from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 from megatron_stare.weights.sync.stream import Bucket
@@ -355,6 +356,29 @@ def test_owners_of_experts_prove_them_together(layout: ServerLayout) -> None:
         tensors["model.layers.0.mlp.experts.4.up_proj.weight"] * 2
     )
     assert checksums_of(hashed_by([(0, 1, 2), (3, 4, 5)], other, layout).hashed[layout]) != want
+
+
+def test_a_sender_of_one_server_tells_finished_checksums(monkeypatch) -> None:
+    """They pass through the driver, to every engine; unfinished hashes are thousands of times as
+    large, and no other sender has a part of them."""
+
+    class Taken(WeightSync):
+        async def meet(self, layouts: Sequence[ServerLayout]) -> None: ...
+        async def send(self, bucket: object, handles: Sequence[str] = ()) -> None: ...
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(target, "make_sync", lambda *_, **__: Taken([]))
+    layout, tensors = ServerLayout("cuda", 2), matrices()
+    server = TargetServer(f"http://{ONE}", "key", layout, Place(), EXPERTS, torch.bfloat16)
+    to = ServersTarget("tensor", 60.0, str(servers.MODEL), colocated=True, servers=(server,))
+    sender = to.towards(0, 0)
+    sender.expect(True, None)
+    for name, tensor in tensors.items():
+        slots = (Slot(name, tuple(tensor.shape), 0),)
+        sender.send(Bucket(BucketLayout(torch.float32, slots), tensor.flatten()))
+    sent = sender.end()
+    sender.close()
+    assert (sent.to, sent.hashed) == (server.url, {layout: by_hand(tensors, layout)})
 
 
 def by_hand(tensors: dict[str, torch.Tensor], layout: ServerLayout) -> list[dict[str, str]]:

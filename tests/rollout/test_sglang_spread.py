@@ -205,7 +205,7 @@ def test_replicas_and_their_parts_are_those_of_the_run(python: Path) -> None:
     shares = [server_options(asked, number, node).ports for number in range(2) for node in range(2)]
     assert [part._options.ports for part in parts] == shares[1::2]  # type: ignore[attr-defined]
     assert [list(share or ()) for share in shares] == [
-        list(range(30_001 + n, 30_020, 5)) for n in range(4)
+        list(range(30_004 + 4 * n, 30_008 + 4 * n)) for n in range(4)
     ]
     with ExitStack() as stack:
         stack.callback(parts[0].close)

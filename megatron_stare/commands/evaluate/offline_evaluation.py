@@ -41,7 +41,11 @@ from megatron_stare.rollout.engines.model_folder import (
     load_tokenizer,
     stop_token_ids,
 )
-from megatron_stare.rollout.engines.replicas import replica_count, replica_nodes
+from megatron_stare.rollout.engines.replicas import (
+    replica_count,
+    replica_gpus,
+    replica_nodes,
+)
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Progress
 from megatron_stare.run_dir.run_state import RUN_STATE, RunState
@@ -128,6 +132,10 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
     config = with_absolute_paths(config)
     shape = check_checkpoint_of(found.path, config)
     config = engines_alone(config, None if found.distributed else str(found.path))
+    if replica_gpus(config):
+        # this process, which sends the weights, shares no GPU and no NCCL group with the servers
+        sglang = config.sglang.model_copy(update={"sync": "disk"})
+        config = config.model_copy(update={"sglang": sglang})
     if replica_nodes(config) > 1:
         raise ConfigError(
             "an evaluation can only start engines that lie on one node",

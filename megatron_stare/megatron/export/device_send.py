@@ -148,9 +148,11 @@ class _Carried:
         self._group = group
         self._told: Any = None
         self._error: Exception | None = None
+        self._failed = False  # whether the first of the ranks has an error; set in `meet`
 
     def expect(self, prove: bool) -> None:
         self._told = self._error = None
+        self._failed = False
         if self.leads:
             self._sender.expect(prove, None)
 
@@ -161,7 +163,9 @@ class _Carried:
         """Passes a bucket's handles to the engine, after the engine has received the previous
         bucket. When the next `meet` returns, either the engine has received the previous bucket, or
         sending has failed. If sending has failed, the first of the trainer ranks on the engine's
-        devices has stored the error."""
+        devices has stored the error. Later buckets are not passed."""
+        if self._failed:  # nobody would open or release the handle
+            return
         handle = self._sender.handle(bucket)
         handles: list[Any] | None = [handle]
         if self._group is not None:
@@ -184,9 +188,12 @@ class _Carried:
             return None
 
     def meet(self) -> None:
-        """Barrier: waits until all trainer ranks on the engine's devices have called `meet`."""
+        """Barrier: waits until all trainer ranks on the engine's devices have called `meet`. All of
+        these ranks then know whether sending has failed."""
+        failed = torch.tensor(int(self._error is not None))
         if self._group is not None:
-            dist.barrier(self._group)
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+        self._failed = bool(failed)
 
     def result(self) -> Any:
         if self._error is not None:

@@ -348,7 +348,8 @@ class EnginePool:
                     number, f"the weight update is begun anew, which could not be sent: {error}"
                 )
             return None
-        return fleet.call("end_sent_update", told, among=targets)
+        # one copy for all engines, since the reports of all senders are large
+        return fleet.call("end_sent_update", fleet.workers.share(told), among=targets)
 
     @property
     def metrics(self) -> dict[str, float]:

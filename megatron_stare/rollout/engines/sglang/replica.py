@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_stare.config.process_settings import port_share, shared_environment
+from megatron_stare.config.process_settings import port_share, ports_needed, shared_environment
 from megatron_stare.config.schema import Config, RuntimeConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
@@ -282,7 +282,8 @@ def server_options(
         names_experts=config.moe.routing_replay,
         flags=tuple(asked.flags),
         environment={**shared_environment(config), **asked.environment},
-        ports=port_share(config, 1 + process, processes) or share_of_ports(process, processes),
+        ports=port_share(config, 1 + process, processes)
+        or share_of_ports(process, processes, ports_needed(config)),
     )
 
 

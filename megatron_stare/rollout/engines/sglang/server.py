@@ -24,7 +24,12 @@ from typing import Any
 import psutil
 
 from megatron_stare.process.interruption import pause
-from megatron_stare.process.network import free_port, require_own_address
+from megatron_stare.process.network import (
+    EVERYWHERE,
+    LOOPBACK,
+    free_port,
+    require_own_address,
+)
 from megatron_stare.process.output import leave_tail
 from megatron_stare.rollout.engines.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
@@ -46,22 +51,30 @@ TAKEN = "address already in use"
 RANKS = "sglang"  # prefix of the names of the ranks' processes
 
 
+def meeting_at(address: str, options: ServerOptions) -> str:
+    """Returns a host:port of this machine for the rendezvous of a server's ranks. The port, and the
+    ports that SGLang derives from it, are free at all addresses, as SGLang requires."""
+    return f"{address}:{free_port(EVERYWHERE, options.meeting_ports, options.following)}"
+
+
 class ServerProcess:
     """Process group of a server that this process started. A multi-node server has one process
     group on each node. `close` ends the process group. The process group also ends when this
     process ends for any reason.
 
     Args:
-        meeting: rendezvous host:port of a multi-node server's ranks.
+        meeting: rendezvous host:port of a multi-node server's ranks. None: a free port here.
     """
 
     def __init__(self, options: ServerOptions, meeting: str | None = None) -> None:
         self._options = options
         self.api_key = secrets.token_hex(16)
         require_own_address(options.host, "sglang.host")
-        port = free_port(options.host, options.ports[::2])
+        port = free_port(options.host, options.http_ports)
+        if meeting is None and options.data > 1:
+            meeting = meeting_at(LOOPBACK, options)
         # SGLang's ranks use the server's listening address for their rendezvous
-        ranks_port = None if meeting else free_port(options.host, options.ports[1::2])
+        ranks_port = None if meeting else free_port(options.host, options.meeting_ports)
         self.url = f"http://{options.address}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"

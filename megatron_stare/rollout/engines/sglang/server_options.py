@@ -17,16 +17,21 @@ CPU_ATTENTION = "torch_native"  # the only attention backend without a kernel pa
 # Below the ephemeral port range, so that no other connection takes the port in the minutes while a
 # server starts, and outside 22,000 to 29,999, from which SGLang draws ports for its ranks.
 PORTS = (*range(20_000, 22_000), *range(30_000, 32_000))
+# With --enable-dp-attention, SGLang also listens at ports up to this far above the rendezvous port:
+# PortArgs.init_new and DP_ATTENTION_HANDSHAKE_PORT_DELTA in its server_args.py.
+DERIVED = 13
 KEPT_BYTES = 2**30  # freed memory that a CPU server may keep for reuse
 
 
-def share_of_ports(number: int, processes: int) -> Sequence[int]:
+def share_of_ports(number: int, processes: int, needed: int) -> Sequence[int]:
     """Returns the subset of PORTS from which one server process of a run draws its ports. A subset
-    has at least two ports. Each server process needs its own subset, because a port is drawn
-    minutes before the server process binds the port. If two processes drew from the same subset,
-    both could draw the same port."""
-    shares = min(processes, len(PORTS) // 2)
-    return PORTS[number % shares :: shares]
+    has at least `needed` ports, which are consecutive. Each server process needs its own subset,
+    because a port is drawn minutes before the server process binds the port. If two processes drew
+    from the same subset, both could draw the same port."""
+    # an even number, so that no subset has ports of both ranges of PORTS
+    shares = min(processes + processes % 2, len(PORTS) // needed)
+    share, count = number % shares, len(PORTS)
+    return PORTS[share * count // shares : (share + 1) * count // shares]
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,24 @@ class ServerOptions:
     names_experts: bool = False  # the server can return the experts of each token
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    ports: Sequence[int] = PORTS  # for HTTP and for the rendezvous of ranks, at least two
+    ports: Sequence[int] = PORTS  # of this process alone; see `ports_needed`
+
+    @property
+    def http_ports(self) -> Sequence[int]:
+        """Ports for HTTP. The other ports are for the ranks."""
+        return self.ports[: len(self.ports) // (8 if self.data > 1 else 2)]
+
+    @property
+    def following(self) -> int:
+        """Number of ports after the rendezvous port that must be free, too."""
+        return DERIVED if self.data > 1 else 0
+
+    @property
+    def meeting_ports(self) -> Sequence[int]:
+        """Ports for the rendezvous of ranks. The following ports are for the ranks, too."""
+        own = self.ports[len(self.http_ports) :]
+        held = frozenset(own)
+        return [port for port in own if port + self.following in held]
 
     @property
     def node_ranks(self) -> int:
@@ -74,7 +96,8 @@ class ServerOptions:
 
         Args:
             ranks_port: rendezvous port of a single-node server's ranks; None: SGLang's choice.
-            meeting: rendezvous host:port of a multi-node server, on the server's first node.
+            meeting: rendezvous host:port of a server whose ranks are on several nodes, or form
+                groups with separate requests; on the server's first node.
         """
         meet = () if ranks_port is None else ("--nccl-port", str(ranks_port))
         if meeting is not None:
@@ -96,6 +119,8 @@ class ServerOptions:
             "nnodes": self.nodes if self.nodes > 1 else None,
             "node-rank": self.node if self.nodes > 1 else None,
             "attention-backend": self.attention_backend or (CPU_ATTENTION if on_cpu else None),
+            # keeps experts as they are sent; SGLang's choice on B200 stores them in another order
+            "moe-runner-backend": None if on_cpu else "triton",
             "sampling-backend": "pytorch" if on_cpu else None,
             "mem-fraction-static": 0.1 if on_cpu else self.memory_fraction,
             "context-length": self.context_length,

@@ -12,9 +12,8 @@ import contextlib
 import threading
 
 from megatron_stare.errors import UserError
-from megatron_stare.process.network import free_port
 from megatron_stare.rollout.engines.replicas import ReplicaPart, Site
-from megatron_stare.rollout.engines.sglang.server import ServerProcess
+from megatron_stare.rollout.engines.sglang.server import ServerProcess, meeting_at
 from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
 
 WATCH_EVERY_S = 2.0
@@ -36,7 +35,7 @@ class SpreadServer(ServerProcess):
 
     def __init__(self, options: ServerOptions, site: Site) -> None:
         assert site.parts is not None
-        meeting = f"{site.address}:{free_port(site.address, options.ports[1::2])}"
+        meeting = meeting_at(site.address, options)
         super().__init__(options, meeting)
         # `_fallen` describes how it ended
         self._parts, self._site, self._fallen = site.parts, site, ""

@@ -118,15 +118,11 @@ class Sent:
                 copies of the model then differ.
         """
         mine = cls.by_all([one for one in senders if one.to in (None, url)])
-        for other in senders:
-            for layout in (
-                mine.hashed.keys() & other.hashed.keys() if other.to not in (None, url) else ()
-            ):
-                pairs = zip(
-                    checksums_of(mine.hashed[layout]),
-                    checksums_of(other.hashed[layout]),
-                    strict=True,
-                )
+        others = [one for one in senders if one.to not in (None, url)]
+        held = {layout: checksums_of(ranks) for layout, ranks in mine.hashed.items() if others}
+        for other in others:
+            for layout in held.keys() & other.hashed.keys():
+                pairs = zip(held[layout], checksums_of(other.hashed[layout]), strict=True)
                 if wrong := [
                     name for own, theirs in pairs for name in own if own[name] != theirs.get(name)
                 ]:

@@ -20,6 +20,7 @@ from megatron_stare.process.interruption import run_on
 from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
+from megatron_stare.rollout.engines.sglang.fingerprint import checksums_of
 from megatron_stare.rollout.engines.sglang.place import (
     Place,
     carriers,
@@ -188,9 +189,11 @@ class ServersSender(Sender):
         self._wait()
         assert self._sending is not None
         sent = self._sending.sent()
-        return (
-            replace(sent, to=self._target.servers[0].url) if self._target.shares_devices else sent
-        )
+        if not self._target.shares_devices:
+            return sent
+        # one sender sends everything, so nothing is merged, and checksums are far smaller
+        hashed = {layout: checksums_of(ranks) for layout, ranks in sent.hashed.items()}
+        return replace(sent, hashed=hashed, to=self._target.servers[0].url)
 
     def forget(self) -> None:
         self._sync.forget()
