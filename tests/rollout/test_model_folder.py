@@ -1,4 +1,4 @@
-"""What a model's folder may say of its tokenizer and config, and what is refused with the file."""
+"""Tokenizers and configs of model folders: those that are taken, and faults that are named."""
 
 from __future__ import annotations
 
