@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.char_tokenizer import CHAT_TEMPLATE, char_tokenizer
 from support.runs import ROOT
 from test_prepare_data import PUBLISHED
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from megatron_stare.cli import main
 
@@ -31,8 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "".join(json.dumps(row) + "\n" for row in PUBLISHED[name][0])
         )
         assert prepare_data.main([name, "rows.jsonl", "--out", f"data/{name}.jsonl"]) == 0
-    tokenizer = char_tokenizer(CHAT_TEMPLATE)
-    tokenizer.eos_token = ";"
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/tiny-chat")
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -42,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = Qwen2Config(
         **sizes,
         num_key_value_heads=2,
-        vocab_size=len(tokenizer) + 8,  # what reads the tokenizer back adds Qwen's own end of text
+        vocab_size=len(tokenizer) + 8,
         max_position_embeddings=4096,
         eos_token_id=tokenizer.eos_token_id,
     )
