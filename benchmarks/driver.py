@@ -46,7 +46,7 @@ from support.sglang_fake import FakeServer
 from tiny import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.schema import Config
@@ -123,8 +123,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         target=serve, args=(there, str(folder), args.replicas, args.tokens, last_sent)
     )
     servers.start()
-    ports, sent = here.recv()
+    there.close()  # or `recv` would wait for ever for servers that have ended
     try:
+        ports, sent = here.recv()
         return measure_from(
             args, folder, [f"http://127.0.0.1:{port}" for port in ports], sent, last_sent
         )
@@ -371,6 +372,8 @@ def save_model(folder: Path, tokens: int) -> None:
     )
     save_tiny(folder, tokenizer.get_vocab_size(), 64, 1)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    # transformers loads it as Qwen2's, which cuts text in its own way: tokenizer.json must say so
+    AutoTokenizer.from_pretrained(str(folder), local_files_only=True).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"max_position_embeddings": 2 * (PROMPT + tokens), "eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))

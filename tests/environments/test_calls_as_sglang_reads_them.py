@@ -58,7 +58,7 @@ WRITTEN = [
     "<tool_call>\n{}\n</tool_call>",
     "<tool_call>\n\n</tool_call>",
     '<tool_call>\n{"name": "run", "arguments": {"code": "\\"\\n</tool_call>"}}\n</tool_call>',
-    '<tool_call>\n{"name": "run", "arguments": {"code": "naïve 日本 \\ud800"}}\n</tool_call>',
+    '<tool_call>\n{"name": "run", "arguments": {"code": "naïve 日 \\ud83d\\ude00"}}\n</tool_call>',
     '<tool_call>\n{"name": "add", "arguments": {"first": NaN}}\n</tool_call>',
     '<tool_call>\n{"name": "add", "name": "run", "arguments": {}}\n</tool_call>',
     "<tool_call>\n" + "[" * 5000 + "\n</tool_call>",
@@ -121,6 +121,12 @@ def test_what_is_no_call_says_why() -> None:
     assert isinstance(bad, Malformed)
     assert bad.text == "x"
     assert bad.why.startswith("not JSON")
+    # SGLang passes half of a pair on; no file, tokenizer or sandbox takes it
+    (half,) = read_calls(
+        '<tool_call>\n{"name": "run", "arguments": {"x": "\\ud83d"}}\n</tool_call>'
+    )
+    assert isinstance(half, Malformed)
+    assert "surrogates not allowed" in half.why
     (open_,) = read_calls("so: <tool_call>\n{")
     assert isinstance(open_, Malformed)
     assert open_.text == "<tool_call>\n{"
