@@ -65,9 +65,10 @@ class Watched:
         with suppress(psutil.Error):
             every = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
-        for each in every:  # ranks of a driver that is gone
+        # a driver that ended by itself has no children any more, and its ranks hold its stderr
+        for each in psutil.process_iter():
             with suppress(psutil.Error):
-                if "rank" in each.cmdline():
+                if {"rank", str(self.folder)} <= set(each.cmdline()):
                     each.kill()
         self.process.communicate()
         _, left = psutil.wait_procs(every, timeout=30)
