@@ -468,6 +468,7 @@ def _proc() -> tuple[str, ...]:
     return ("--bind", "/proc", "/proc") if covered else own
 
 
+_OF_PYTHON = ("bin", "lib", "lib64", "pyvenv.cfg")  # parts of its folder that a program needs
 _VARIABLES = {
     "PATH": "/usr/bin:/bin",
     "HOME": sandbox_worker.SCRATCH,
@@ -485,8 +486,14 @@ def _system() -> Iterator[str]:
         elif folder.is_dir():
             yield from ("--ro-bind", str(folder), str(folder))
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
-    pythons = {sys.prefix, sys.base_prefix, *map(sysconfig.get_path, ("purelib", "platlib"))}
-    pythons.add(str(Path(os.path.realpath(sys.executable)).parents[1]))
-    for prefix in sorted(pythons):
-        if not Path(prefix).is_relative_to("/usr"):
-            yield from ("--ro-bind", prefix, prefix)
+    prefixes = {sys.prefix, sys.base_prefix, str(Path(os.path.realpath(sys.executable)).parents[1])}
+    # not whole prefixes: a prefix may be the project's or the user's folder
+    parts = {Path(prefix, part) for prefix in prefixes for part in _OF_PYTHON}
+    parts |= {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    for part in sorted(parts):
+        if part.is_relative_to("/usr") or not part.exists():
+            continue
+        if part.is_symlink():
+            yield from ("--symlink", os.readlink(part), str(part))
+        else:
+            yield from ("--ro-bind", str(part), str(part))

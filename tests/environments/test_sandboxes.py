@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -254,8 +255,42 @@ def test_nothing_of_a_code_is_left_for_the_next(box: Sandbox) -> None:
     for _ in range(2):
         assert run(box, writes) == Ran("", False)
         assert run(box, looks) == Ran("False [] None False\n", False)
+    walks = """import sys
+frame, seen = sys._getframe(), 0
+while frame:
+    for value in [*frame.f_locals.values()]:
+        seen += isinstance(value, dict) and 'one alone' in str(value.get('output'))
+    frame = frame.f_back
+print(seen)"""
+    for _ in range(2):  # in both workers, which take turns
+        assert run(box, "print('told to one alone')").output == "told to one alone\n"
+    for _ in range(2):
+        assert run(box, walks) == Ran("0\n", False)
     drawn = {run(box, "import numpy; print(numpy.random.rand())").output for _ in range(4)}
     assert len(drawn) == 4
+
+
+def test_files_beside_the_python_are_not_seen() -> None:
+    """A project's folder may be its environment."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:  # /tmp is the scratch folder there
+        folder = Path(name)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        (folder / "answers.jsonl").write_text("the key")
+        code = f"""
+from megatron_stare.environments.sandboxes import Bubblewrap
+box = Bubblewrap(1, 256, 1000)
+print(box._run("import os; print(6 * 7, sorted(os.listdir({name!r})))", 20))
+print(box._run("print(open({name!r} + '/answers.jsonl').read())", 20))
+box.close()
+"""
+        done = subprocess.run(
+            [folder / "bin/python", "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+    assert "42 ['bin', 'lib', 'lib64', 'pyvenv.cfg']" in done.stdout, done.stdout + done.stderr
+    assert "FileNotFoundError" in done.stdout and "the key" not in done.stdout
 
 
 def test_a_lost_worker_is_replaced_and_none_is_left(tmp_path: Path) -> None:
