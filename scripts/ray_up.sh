@@ -31,6 +31,8 @@ one_of BLOCK 0 1
 RAY_TMP="${RAY_TMP:-${RAY_TMPDIR:+$RAY_TMPDIR/ray}}" # RAY_TMPDIR is Ray's own variable
 find_project_python
 ray=("$PYTHON" -m ray.scripts.scripts)
+# Once Ray has run on this machine alone, ~/.ray has a token. A head would then ask for it, and no node would give it.
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}"
 
 if [ "$WAIT_NODES" != 0 ]; then
     count="import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')

@@ -7,9 +7,12 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,3 +185,58 @@ def test_a_node_is_killed_in_mid_run_comes_back_and_the_run_ends_as_undisturbed(
     assert waits, "".join(said)
     before, after = ((tmp_path / run / "placement.txt").read_text() for run in ("whole", "cut"))
     assert "2 GPUs of 2 nodes" in before and "2 GPUs of 2 nodes" in after
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_cluster_comes_up_though_its_user_has_a_token_of_ray(tmp_path: Path) -> None:
+    """A run that starts Ray itself leaves one, for which `ray start --head` asks from then on. A
+    head that a user starts so can be joined, too."""
+    home = tmp_path / "home"
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray/auth_token").write_text("0123456789abcdef" * 4)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    scratch = Path(tempfile.mkdtemp(prefix="ms-ray-", dir="/tmp"))  # short: Ray keeps sockets in it
+    here = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    here |= {"HOME": str(home), "RAY_PORT": port, "PYTHON": sys.executable, "CPUS": "1"}
+    by_hand = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    by_hand += [f"--port={port}", "--num-cpus=1", f"--temp-dir={scratch}"]
+    joins = (
+        "import sys\nfrom megatron_stare.cluster import ray as ours\n"
+        "from megatron_stare.config.schema import Config\n"
+        "ours.start_ray(Config.model_validate({'model': {'path': 'm'},"
+        " 'runtime': {'ray_address': sys.argv[1]}}))\nprint('joined')"
+    )
+    try:
+        for command, more in (
+            (["bash", str(UP)], {"BLOCK": "1", "RAY_TMP": str(scratch), "NODE_IP": "127.0.0.1"}),
+            ([*by_hand, "--node-ip-address=127.0.0.1"], {}),
+        ):
+            head = subprocess.Popen(command, env=here | more, stdout=subprocess.DEVNULL)
+            try:
+                if more:
+                    there = here | {"HEAD": "127.0.0.1", "WAIT_NODES": "1", "WAIT_S": "90"}
+                    subprocess.run(["bash", str(UP)], env=there, check=True, timeout=150)
+                else:
+                    until_it_listens(int(port), head)
+                joined = subprocess.run(
+                    [sys.executable, "-c", joins, f"127.0.0.1:{port}"],
+                    env=here | {"PYTHONPATH": str(ROOT)},
+                    capture_output=True,
+                    text=True,
+                    timeout=120,
+                )
+                assert joined.stdout == "joined\n", joined.stderr
+            finally:
+                killed(psutil.Process(head.pid))
+                head.wait()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def until_it_listens(port: int, head: subprocess.Popen) -> None:
+    while head.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+            return
+    raise AssertionError("Ray has ended")

@@ -22,6 +22,9 @@ os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
 from ray import exceptions as said
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._private.state import available_resources_per_node
 from ray.core.generated.gcs_pb2 import ActorTableData
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -431,15 +434,20 @@ def start_ray(config: Config) -> None:
     """
     global _joined
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    # silence Ray's harmless notice that the cluster requires a token
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if config.runtime.ray_address:
         address = config.runtime.ray_address
         fix = (
             f"is a cluster running there? `ray status --address {address}` asks it; "
             "leave the setting out to start Ray on this machine"
         )
-        # Ray resolves this machine's own name to its network address
+        # a head asks for a token if its user has one, as each run that starts Ray itself leaves
+        # one; `ray.init` with an address would not send it
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         # the same for the driver's own Ray processes; scripts/ray_up.sh sets it on the nodes
         os.environ.setdefault(TASK_EVENTS, "0")
+        # Ray resolves this machine's own name to its network address
         head = Listener(address, ray.util.get_node_ip_address())
         # without this check Ray would retry, with messages, for ten minutes
         head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
@@ -447,8 +455,6 @@ def start_ray(config: Config) -> None:
         _init(what, "runtime.ray_address", fix, address=by_number(address), **common)
         _joined = head
         return
-    # silence Ray's harmless notice that the cluster requires a token
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault(GLOO_INTERFACE, "lo")
     # Ray's future default; without it Ray prints a notice
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
