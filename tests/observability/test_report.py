@@ -209,6 +209,11 @@ def test_text_from_outside_stays_text(tmp_path):
     assert data[0]["rows"][0]["name"] == f"stare, {ATTACK}"
 
 
+def test_half_of_a_character_is_written_as_a_question_mark(tmp_path):
+    page = report(tmp_path, make_run(tmp_path / "a", text="so \ud83d it is"))
+    assert "trained: so ? it is" in "".join(page.texts)
+
+
 def test_several_runs_share_the_charts(tmp_path):
     runs = [
         make_run(tmp_path / "one"),

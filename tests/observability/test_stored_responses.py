@@ -184,6 +184,13 @@ def test_nothing_that_a_model_wrote_is_markup(tmp_path: Path) -> None:
     assert page == write_rollouts([run], tmp_path / "page.html").read_text()
 
 
+def test_half_of_a_character_is_shown_as_a_question_mark(tmp_path: Path) -> None:
+    """Files keep it as an escape; a page is UTF-8."""
+    run = run_of(tmp_path / "run", [[response(1, 0, response="so \ud83d it is")]])
+    assert "so ? it is" in str(shown(stored_responses(read_run(run)), 0))
+    write_rollouts([run], tmp_path / "page.html")
+
+
 def test_what_cannot_be_shown_says_why(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", [[]])
     with pytest.raises(

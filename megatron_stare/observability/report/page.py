@@ -333,7 +333,8 @@ def write_page(page: str, out: Path, what: str) -> Path:
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
+        # an answer may hold half of a surrogate pair
+        temporary.write_text(page, encoding="utf-8", errors="replace")
         os.replace(temporary, out)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -214,9 +214,10 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
 
 def packed(value: Any) -> str:
     """Converts a value to JSON, compresses the JSON with gzip and encodes the result in base64.
-    Equal values give equal texts."""
+    Equal values give equal texts. Half of a surrogate pair, which UTF-8 cannot encode, becomes
+    "?"."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
 
 
 def _blocks(run: RunRecord, files: Sequence[Path]) -> Iterator[_Block]:
