@@ -161,7 +161,7 @@ job() {
     case "$told $status" in
     "USR1 $TO_BE_CONTINUED" | "USR1 143" | "USR1 138") # it saved; or was told to end before that; or had not begun
         again "out of time" ;;
-    "TERM "* | *" 0" | *" 2" | *" 130" | *" 143") exit "$status" ;; # it is done, or refuses, or was ended by a user
+    "TERM "* | *" 0" | *" 2" | *" 129" | *" 130" | *" 143") exit "$status" ;; # it is done, or refuses, or was ended by a user
     *" $TO_BE_CONTINUED") again "the run is to be continued" ;; # STOP_AFTER, or lost nodes or the cluster
     *)
         [ "$script" = "$RUN_RECIPE" ] || exit "$status" # what the code of another script means is not known

@@ -27,6 +27,7 @@ from support.interrupts import interruptible as takes_ctrl_c
 
 from megatron_stare.process import interruption
 from megatron_stare.process.interruption import (
+    ENDING,
     TO_BE_CONTINUED,
     Interruption,
     Standing,
@@ -229,7 +230,7 @@ def finished(result: Any) -> Future[Any]:
     return future
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ENDING)
 def test_of_a_run_that_makes_steps_the_update_ends_first(
     number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -432,6 +432,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(recorder: Path, limit: str, seco
         ("USR1", 75, False, True, False),  # the second start that makes no checkpoint
         ("USR1", 2, True, False, False),  # its checkpoint could not be written: it would not go on
         ("TERM", 143, True, False, False),
+        (None, 129, True, False, False),  # SIGHUP to the run itself
         ("TERM", 75, True, False, False),  # Ray, which the same signal reached, was gone first
         (None, 0, True, False, False),
         (None, 75, True, True, True),  # STOP_AFTER, or the cluster was lost

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_stare.process.interruption import ENDING
+
 ROOT = Path(__file__).parents[1]
 
 # Runs the supervisor over another program than `train`, and does not wait long for what a driver
@@ -240,7 +242,7 @@ def tell(number, frame):
     print(signal.Signals(number).name, flush=True)
     if number != signal.SIGUSR1:
         sys.exit(128 + number)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, tell)
 print("there", os.getpid(), flush=True)
 while True:
@@ -248,7 +250,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ENDING)
 def test_signals_come_to_the_driver_and_one_that_ends_it_ends_the_run(
     start, tmp_path: Path, number: int
 ) -> None:

@@ -4,6 +4,7 @@ next works."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from support.leftovers import Traces
 from support.runs import ROOT, command, environment, metrics, model, watched_as
 
 from megatron_stare.process.interruption import SAME_S, TO_BE_CONTINUED
+from megatron_stare.run_dir.run_files import METRICS_FILE
+from megatron_stare.run_dir.run_state import complete_checkpoints
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -120,6 +124,36 @@ def to_type(said: str) -> list[str]:
     words = shlex.split(said.splitlines()[-1])
     assert words[:2] == ["megatron-stare", "train"]
     return [sys.executable, "-m", "megatron_stare.cli", *words[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_closed_terminal_ends_a_run_as_sigterm_does(tmp_path: Path, supervised: bool) -> None:
+    """Writes to the terminal fail from then on. The kernel sends SIGHUP to the session's leader,
+    and a shell to all of its job, ranks and processes of Ray among them."""
+    settings = {"run.steps": 300, "eval.prompts": 0, "parallel.tensor": 1}
+    arguments = command(model(), f"run.dir={tmp_path / 'run'}", **settings)
+    traces, (terminal, theirs) = Traces(), os.openpty()
+    run = subprocess.Popen(
+        [*arguments, *(["--supervise"] if supervised else [])],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=traces.environment(environment()),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    shown, made = b"", tmp_path / "run" / METRICS_FILE
+    while not made.exists() or made.read_bytes().count(b"\n") < 2:
+        shown += os.read(terminal, 4096)
+    traces.look()
+    os.close(terminal)
+    os.killpg(run.pid, signal.SIGHUP)
+    assert run.wait() == 128 + signal.SIGHUP, shown
+    assert traces.left() == []
+    saved = complete_checkpoints(tmp_path / "run")[-1]
+    assert saved.name == f"step_{metrics(tmp_path / 'run')[-1]['step']:06d}"
 
 
 @pytest.mark.wide

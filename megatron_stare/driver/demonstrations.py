@@ -3,7 +3,6 @@ demonstrations."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -14,7 +13,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.driver.parts import Part
 from megatron_stare.errors import DataError
-from megatron_stare.process.interruption import open_to
+from megatron_stare.process.interruption import ENDING, open_to
 from megatron_stare.records.batch import Demonstration, Prompt
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -86,7 +85,7 @@ class Demonstrations(RolloutSource):
 
     def next(self, step: int) -> RolloutBatch:
         """See RolloutSource."""
-        with self._phase("data"), open_to(signal.SIGINT, signal.SIGTERM):
+        with self._phase("data"), open_to(*ENDING):
             return self._judge(batch_of(self._queue.take(self._rows), step))
 
     def publish(self, weights: WeightStream, version: int) -> None:

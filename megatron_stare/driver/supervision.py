@@ -28,15 +28,13 @@ import yaml
 
 from megatron_stare.config.formats import with_new_names
 from megatron_stare.errors import DataError
-from megatron_stare.process.interruption import AFTER_STEP, TO_BE_CONTINUED
+from megatron_stare.process.interruption import AFTER_STEP, ENDING, SIGNALS, TO_BE_CONTINUED
 from megatron_stare.process.recovery import Attempts, RecoveryRule, note_restart
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import CONFIG_FILE, METRICS_FILE
 
 VARIABLE = "MEGATRON_STARE_SUPERVISOR"  # process id, descriptor of the pipe, number of restarts
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # options of prctl(2)
-ENDING = (signal.SIGINT, signal.SIGTERM)
-FORWARDED = (*ENDING, signal.SIGUSR1)
 CAME_UP = "came up"  # message of a driver; its other message is the run directory's absolute path
 LEFT_S = 10.0  # seconds until processes that a dead driver started are killed
 
@@ -63,7 +61,7 @@ def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence
     Returns:
         The exit code of the last driver, or 128 + n if signal n killed the driver.
     """
-    caught = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*caught, signal.SIGCHLD})
     try:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -251,7 +249,7 @@ def _is_lost(code: int) -> bool:
     """Returns True if a driver that ended with the return code `code` was lost and must be
     restarted.
 
-    A driver was lost if a signal other than SIGINT and SIGTERM killed it, or if it ended with an
+    A driver was lost if a signal that is not in ENDING killed it, or if it ended with an
     error that is not a UserError. A driver that calls abort() also counts as lost, because abort()
     kills the process with the signal SIGABRT.
     """

@@ -3,13 +3,12 @@ weight sync, and offloads engines that share devices with the trainer."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from megatron_stare.cluster.colocation import Colocation
 from megatron_stare.driver.agreement_watch import AgreementWatch
-from megatron_stare.process.interruption import is_asked_to_end, open_to
+from megatron_stare.process.interruption import ENDING, is_asked_to_end, open_to
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.rollout.sources.rollout_source import RolloutSource
 from megatron_stare.weights.sync.target import WeightStream
@@ -41,7 +40,7 @@ class TrainingSource(RolloutSource):
     def next(self, step: int) -> RolloutBatch:
         """See RolloutSource. The returned batch contains advantages. If a signal interrupts `next`,
         the run's state stays at the previous step."""
-        with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
+        with self._phase("rollout"), open_to(*ENDING):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:

@@ -8,12 +8,16 @@ between polls. KeyboardInterrupt is therefore never raised while Ray starts, and
 library code that holds a lock. KeyboardInterrupt is also never raised inside a destructor, where
 Python would ignore the exception. Signals do not interrupt the shutdown of processes.
 
-While a run makes training steps, the first SIGINT or SIGTERM ends the run after the current update.
+While a run makes training steps, the first signal in ENDING ends the run after the current update.
 Before the run closes, the run can save a checkpoint of its last complete step. While responses are
-sampled, the first SIGINT or SIGTERM ends the run immediately. SIGUSR1 ends the run after the
-current step. After SIGINT or SIGTERM, the run has `grace_s` seconds to end. When this time is over,
-the run ends at its next poll, even within a step. `makes_steps` sets `grace_s`. A second Ctrl-C
+sampled, the first signal in ENDING ends the run immediately. SIGUSR1 ends the run after the current
+step. After a signal in ENDING, the run has `grace_s` seconds to end. When this time is over, the
+run ends at its next poll, even within a step. `makes_steps` sets `grace_s`. A second Ctrl-C
 immediately ends the process and its child processes, without saving.
+
+A closed terminal sends SIGHUP to all processes of its foreground job. The driver's thread blocks
+SIGHUP. Processes that this thread starts inherit the block, so the run can still use them to save
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ import psutil
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AFTER_STEP = signal.SIGUSR1
+SIGNALS = (*ENDING, AFTER_STEP)
 DRIVER = "driver"  # name of the thread that runs the command
 GUARD_S = 0.02  # between restorations of the handlers while Ray starts
 TICK_S = 0.2  # between checks for a signal in waits that a signal cannot wake
@@ -272,7 +277,7 @@ def on_driver_thread(
     body: Callable[[Interruption], int], last_words: Callable[[Interruption], str]
 ) -> int:
     """Runs a command on a new thread, the driver's thread. Meanwhile, the main thread handles
-    SIGINT, SIGTERM and SIGUSR1.
+    the signals in SIGNALS.
 
     If the process already ignores a signal, for example because of nohup or a shell's `&`, the
     process continues to ignore this signal. If the caller is not the main thread, the command runs
@@ -298,6 +303,7 @@ def on_driver_thread(
     os.set_blocking(woken, False)
 
     def run() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # also of what it starts
         try:
             done.set_result(context.run(body, interruption))
         except BaseException as error:
@@ -316,6 +322,7 @@ def on_driver_thread(
         came.append(number)
 
     before = {number: signal.signal(number, note) for number in caught}
+    terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
     interruption.wake = lambda: _written(wake)
     waker = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     try:
@@ -328,6 +335,7 @@ def on_driver_thread(
                 with contextlib.suppress(BlockingIOError):
                     os.read(woken, 4096)
                 at_once = False
+                _leave_closed(terminals)
                 while came:
                     at_once |= interruption.take(came.popleft())
             except TimeoutError:
@@ -344,6 +352,16 @@ def on_driver_thread(
         os.close(woken)
         os.close(wake)
         _current = Interruption()
+
+
+def _leave_closed(terminals: Sequence[int]) -> None:
+    """Redirects the standard streams whose terminal was closed to /dev/null. Otherwise a write to
+    the closed terminal would fail."""
+    for stream in terminals:
+        if not os.isatty(stream):
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, stream)
+            os.close(null)
 
 
 def _written(pipe: int) -> None:
@@ -449,8 +467,8 @@ def makes_steps(grace_s: float | None) -> None:
     the run's state.
 
     Args:
-        grace_s: seconds after SIGINT or SIGTERM until the run ends at its next poll; None: the run
-            no longer makes steps, and a signal raises KeyboardInterrupt at the next poll.
+        grace_s: seconds after a signal in ENDING until the run ends at its next poll; None: the
+            run no longer makes steps, and a signal raises KeyboardInterrupt at the next poll.
     """
     _current.grace_s = grace_s
 
