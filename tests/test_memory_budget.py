@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_stare.config.load import load_config
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
@@ -192,6 +193,71 @@ def test_the_nearest_changes_that_fit_are_named_and_no_others():
         Fit(56 * GB).require(run_of(model={"recompute": "none"}))
     assert "too small for the phases update\n" in str(refused.value)
     assert "fix: model.recompute=full; or" in str(refused.value)
+
+
+def test_an_optimizer_in_host_memory_takes_none_of_the_device() -> None:
+    """Twelve bytes a parameter of 32.8 billion over eight ranks: 49.2 GB, with which an update
+    takes 83.5."""
+    layout = {"tensor": 8, "pipeline": 1, "data": 1, "sequence": True}
+    run = run_of(parallel=layout, rollout={"engines": 2}, sglang={"memory_fraction": 0.75})
+    with pytest.raises(ConfigError) as refused:
+        Fit(80 * GB).require(run)
+    text = str(refused.value)
+    assert "too small for the phases update\n" in text
+    assert "fix: performance.optimizer_offload=true; or more" in text
+    there = Fit(80 * GB).budget(run).phases["update"]["optimizer"]
+    assert there == pytest.approx(49.2 * GB, rel=0.01)
+    offload = {"optimizer_offload": True}
+    offloaded = run_of(
+        parallel=layout,
+        rollout={"engines": 2},
+        sglang={"memory_fraction": 0.75},
+        performance=offload,
+    )
+    Fit(80 * GB).require(offloaded)
+    assert Fit(80 * GB).budget(offloaded).phases["update"]["optimizer"] == 0
+
+
+def mixture_of(**model: Any) -> ResolvedRun:
+    """Qwen3-30B-A3B: eight expert-parallel ranks, on 128 GPUs that 32 servers share."""
+    path = str(Path(QWEN_32B).parent / "qwen3-30b-a3b")
+    return run_of(
+        model={"path": path, "recompute": "none", **model},
+        parallel={"tensor": 1, "pipeline": 1, "expert": 8, "data": 128, "sequence": False},
+        batch={"micro_batch_tokens": 16_384},
+        rollout={"max_new_tokens": 14_336},
+        sglang={"memory_fraction": 0.75},
+    )
+
+
+def test_activations_of_experts_are_counted() -> None:
+    """A token keeps the activations of its 8 experts of 768 as those of one of 6144."""
+    with pytest.raises(ConfigError) as refused:
+        Fit(80 * GB).require(mixture_of())
+    text = str(refused.value)
+    assert "too small for the phases update\n" in text
+    assert "copies of tokens on their way to experts are not counted" in text
+    assert "model.recompute=full; or" in text
+    Fit(80 * GB).require(mixture_of(recompute="full"))
+    kept, less = (
+        Fit(80 * GB).budget(mixture_of(**more)).phases["update"]["activations"]
+        for more in ({}, {"recompute": "selective", "recompute_modules": ["moe"]})
+    )
+    # of 48 layers in bfloat16, all but the one that backward computes again
+    assert kept - less == 47 * 4 * 8 * 768 * 16_384 * 2
+
+
+def test_logits_that_a_run_materialises_are_counted_whole() -> None:
+    """6.85 GB are less than an eighth of the 63.4 GB that are free when a run chooses its head, so
+    an update takes 85.0 GB, not the 78.4 of logits in chunks."""
+    changes = ["model.recompute=none", "batch.micro_batch_tokens=22528", "model.dtype=bfloat16"]
+    for head, fits in (("auto", False), ("recompute", True), ("materialised", False)):
+        config = load_config("recipes/long_cot_r1_distill_1.5b", [*changes, f"model.head={head}"])
+        run = resolve_run(config, published=True)
+        assert (not Fit(80 * GB).faults(run)) == fits
+        if not fits:
+            with pytest.raises(ConfigError, match=r"model\.head=recompute; or "):
+                Fit(80 * GB).require(run)
 
 
 def test_a_cache_that_holds_no_response_is_refused():

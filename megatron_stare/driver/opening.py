@@ -235,16 +235,10 @@ def remarks(config: Config) -> list[str]:
     rows = 1 if config.batch.packed else max(micro_batch // longest, 1)
     shape = resolve_run(config, published=True).shape
     memory = activation_memory(config, shape, micro_batch, longest, rows)
-    if memory is not None:
-        found.append(
-            f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for"
-            " backward"
-            + (
-                f", and computes up to {memory.again / 1e9:.3g} GB of it again"
-                if memory.again
-                else ""
-            )
-        )
+    found.append(
+        f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for backward"
+        + (f", and computes up to {memory.again / 1e9:.3g} GB of it again" if memory.again else "")
+    )
     return found + hints(config) + not_checked(config) + limits_not_checked(config)
 
 

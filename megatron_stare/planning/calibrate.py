@@ -139,9 +139,9 @@ def _parts(
     fit = PlannedFit(gpu.memory)
     nbytes = max(fit.stages(run), key=lambda each: sum(each.values()))
     works = {
-        "log_probs": log_prob_work(run, gpu, start, lengths),
-        "update": update_work(config, run.shape, gpu, start, lengths, nbytes),
-        "sync": sync_work(config, run.shape, nbytes),
+        "log_probs": log_prob_work(run, gpu, start, lengths, nbytes),
+        "update": update_work(run, gpu, start, lengths, nbytes),
+        "sync": sync_work(run, nbytes),
     }
     found = {}
     for phase, work in works.items():

@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.forecast import capacity_of, gpu_of, step_of
-from megatron_stare.planning.gpus import CPU, Gpu, read_coefficients
+from megatron_stare.planning.gpus import CPU, Coefficients, Gpu, read_coefficients
 from megatron_stare.planning.memory import PlannedFit
-from megatron_stare.planning.phase_times import Lengths, request_time
-from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
+from megatron_stare.planning.phase_times import Lengths, RequestTime, request_time
+from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count, replica_gpus
+from megatron_stare.tasks.task import evaluation_tasks
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,18 @@ def held(run: ResolvedRun) -> Iterator[Held]:
         yield Held(
             "faults.requests.request_s",
             requests.request_limit(call_s),
-            f"a response of {config.rollout.max_new_tokens:,} tokens beside {request.beside:,.0f}"
-            " others at its server",
+            f"a {'response' if config.partial.tokens is None else 'round'} of"
+            f" {request.tokens:,.0f} tokens beside {request.beside:,.0f} others at its server",
             request.longest_s,
         )
+        for name, longest in _of_evaluations(run, gpu, of, fit.served(run)):
+            yield Held(
+                "faults.requests.request_s",
+                requests.request_limit(call_s),
+                f"a response of {longest.tokens:,.0f} tokens of {name} beside"
+                f" {longest.beside:,.0f} others at its server",
+                longest.longest_s,
+            )
     if requests.rollout_s is not None:
         yield Held(
             "faults.requests.rollout_s", requests.rollout_s, "a rollout", step.phases["rollout"]
@@ -123,6 +133,29 @@ def held(run: ResolvedRun) -> Iterator[Held]:
             "faults.hangs.first_s", first_s, "the first response of a rollout", request.first_s
         )
         yield Held("faults.hangs.first_s", first_s, "a weight sync", step.phases["sync"])
+
+
+def _of_evaluations(
+    run: ResolvedRun, gpu: Gpu, of: Coefficients, served: ServedMemory | None
+) -> Iterator[tuple[str, RequestTime]]:
+    """Yields the name of each evaluation task that the engines of training serve, and the planned
+    durations of the task's requests. An evaluation never cuts a response, even with partial
+    rollouts."""
+    if evaluation_engines(run.config) is not None:
+        return
+    for task in evaluation_tasks(run.config):
+        config = task.config
+        # 0: all problems of a file, whose number is not known here: enough to fill every server
+        prompts = config.eval.prompts or config.rollout.max_batch * replica_count(config)
+        asked = {"prompts": prompts, "samples_per_prompt": task.samples, "generate_prompts": None}
+        config = config.model_copy(
+            update={
+                "batch": config.batch.model_copy(update=asked),
+                "partial": config.partial.model_copy(update={"tokens": None}),
+            }
+        )
+        name = "the evaluation" if task.name is None else f"task {task.name}"
+        yield name, request_time(config, run.shape, gpu, of, Lengths.of(config), served)
 
 
 def _gpu(config: Config) -> Gpu | None:

@@ -27,7 +27,7 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.dry.planned_rank import Parts, build_parts, plan_rank, stage_bytes
-from megatron_stare.megatron.model.head import largest_logits
+from megatron_stare.megatron.model.head import SHARE, largest_logits
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.phase_times import balanced
 from megatron_stare.rollout.engines.replicas import ServedMemory, served_memory
@@ -178,20 +178,16 @@ class ActivationMemory:
 
 def activation_memory(
     config: Config, shape: ModelShape, tokens: int, longest: int, rows: int = 1
-) -> ActivationMemory | None:
+) -> ActivationMemory:
     """Computes the memory of a micro-batch's activations on the last pipeline stage, without the
-    logits.
+    logits. In a mixture of experts, every expert is assumed to get an equal share of tokens. The
+    token copies that are made for dispatch to experts are not counted.
 
     Args:
         tokens: positions of the micro-batch, with padding.
         longest: positions of the longest sequence.
         rows: sequences per micro-batch; 1 if packed.
-
-    Returns:
-        None for a mixture of experts, since the experts' shares of tokens are not known in advance.
     """
-    if shape.experts:
-        return None
     model, parallel = config.model, config.parallel
     size = 2 if model.dtype == "bfloat16" else 4
     chunks = parallel.virtual_pipeline
@@ -227,7 +223,7 @@ def layer_parts(
     recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
     """Returns, for each part of a layer, how many tensor elements per token a rank keeps for
-    backward."""
+    backward. Leading dense layers of a mixture of experts are treated like its other layers."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
@@ -251,7 +247,9 @@ def layer_parts(
         "rotation": 4 * shape.head_dim / (1 if packed else rows),  # sines and cosines
         "attention": attention,
         # gate and up projections, the activation, and the product
-        "feed forward": 0 if "mlp" in recomputed else 4 * shape.ffn / tp,
+        "feed forward": (
+            0 if ("moe" if shape.experts else "mlp") in recomputed else 4 * balanced(shape).ffn / tp
+        ),
     }
 
 
@@ -306,7 +304,7 @@ class Fit:
         found = self.budget(run)
         fixes = [name for name, changed in self._changes(run, found) if not self.faults(changed)]
         experts = (
-            "\nactivations of experts are not known before, and not counted"
+            "\ncopies of tokens on their way to experts are not counted"
             if run.shape.experts
             else ""
         )
@@ -355,22 +353,28 @@ class Fit:
         tokens = -(-config.batch.micro_batch_tokens // config.parallel.context)
         longest = longest_sequence(config)
         rows = 1 if config.batch.packed else max(config.batch.micro_batch_tokens // longest, 1)
-        kept, layer = self.activations(run, tokens, longest, rows)
+        kept = activation_memory(config, shape, tokens, longest, rows)
+        layer = sum(layer_parts(config, shape, rows, longest).values())
         served = self.served(run)
-        for stage, nbytes in enumerate(self.stages(run)):
+        held = self.stages(run)
+        free = min(self._free(run, nbytes) for nbytes in held)  # all ranks choose the same head
+        for stage, nbytes in enumerate(held):
             yield Needs(
                 parameters=nbytes["parameters"],
                 gradients=nbytes["gradients"],
-                optimizer=nbytes["main parameters"] + nbytes["moments"],
+                # the offloaded optimizer keeps both in host memory
+                optimizer=(
+                    0
+                    if config.performance.optimizer_offload
+                    else nbytes["main parameters"] + nbytes["moments"]
+                ),
                 reference=nbytes["parameters"] if run.method.needs_reference else 0,
                 reference_moves=config.model.reference_offload,
                 forward=round(layer * tokens * _BYTES[config.model.dtype]),
                 activations=(
                     round(kept.kept * micro_batches_held(config.parallel, stage)) + kept.again
-                    if kept
-                    else 0
                 ),
-                logits=logits_bytes(config, shape) if stage == stages - 1 else 0,
+                logits=logits_bytes(config, shape, free) if stage == stages - 1 else 0,
                 # a bucket holds at least one whole tensor, of which the embedding is the largest
                 buckets=BUCKETS
                 * max(
@@ -381,17 +385,16 @@ class Fit:
                 cache=served.cache if served else 0,
             )
 
-    def activations(
-        self, run: ResolvedRun, tokens: int, longest: int, rows: int
-    ) -> tuple[ActivationMemory | None, float]:
-        """Returns the memory of a micro-batch's activations, and the number of activation elements
-        per token in one layer. Returns (None, 0.0) for a mixture of experts, whose activations are
-        not known in advance."""
-        config, shape = run.config, run.shape
-        kept = activation_memory(config, shape, tokens, longest, rows)
-        return kept, (
-            0.0 if shape.experts else sum(layer_parts(config, shape, rows, longest).values())
-        )
+    def _free(self, run: ResolvedRun, nbytes: dict[str, int]) -> int:
+        """Returns how many bytes a rank has free when it chooses its head: before the first step
+        allocates the moments, and while no server has weights or a cache on the device."""
+        config = run.config
+        there = nbytes["parameters"] + nbytes["gradients"] + PROCESS_BYTES
+        if not config.performance.optimizer_offload:
+            there += nbytes["main parameters"]
+        if run.method.needs_reference and not config.model.reference_offload:
+            there += nbytes["parameters"]
+        return self.capacity - there - (SERVER_BYTES if config.sglang.colocated else 0)
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
         """Returns the memory of a server's rank, or None if no servers run on GPUs."""
@@ -427,8 +430,17 @@ class Fit:
             yield _with(run, "model.reference_offload", True)
         if not config.optimizer.distributed and config.parallel.replicas > 1:
             yield _with(run, "optimizer.distributed", True)
+        if "logits" in items and config.model.head in ("auto", "materialised"):
+            yield _with(run, "model.head", "recompute")
         if "activations" in items and config.model.recompute != "full":
             yield _with(run, "model.recompute", "full")
+        if (
+            "optimizer" in items
+            and config.optimizer.distributed
+            and config.optimizer.name == "adam"
+            and config.model.dtype != "float32"
+        ):
+            yield _with(run, "performance.optimizer_offload", True)
         half = config.batch.micro_batch_tokens // 2
         while "activations" in items and half >= longest_sequence(config):
             yield _with(run, "batch.micro_batch_tokens", half)
@@ -452,14 +464,20 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     return (2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks
 
 
-def logits_bytes(config: Config, shape: ModelShape) -> int:
+def logits_bytes(config: Config, shape: ModelShape, free: int) -> int:
     """Returns the bytes of the logits that the head holds at one time, plus the bytes of the
-    gradient that autograd receives for the head's weight. The head is assumed to compute large
-    logits in chunks, unless `model.head` is 'materialised'."""
+    gradient that autograd receives for the head's weight.
+
+    Args:
+        free: bytes that are free when the run chooses its head. If `model.head` is 'auto', the head
+            computes logits in chunks if they are larger than SHARE of these bytes.
+    """
     whole, tensor = largest_logits(config, shape), config.parallel.tensor
     rows = shape.padded_vocab(tensor) // tensor
     gradient = rows * shape.hidden * _BYTES[config.model.dtype]
-    if config.model.head == "materialised":
+    if config.model.head == "materialised" or (
+        config.model.head == "auto" and whole <= SHARE * free
+    ):
         return whole + gradient
     chunk = whole * config.model.head_chunk_tokens // config.batch.micro_batch_tokens
     # In chunks the gradient is a stand-in (`LinearHead.loss`), which a weight does not need if it
@@ -523,16 +541,6 @@ class PlannedFit(Fit):
         if not self._served:
             self._served.append(super().served(run))
         return self._served[0]
-
-    def activations(
-        self, run: ResolvedRun, tokens: int, longest: int, rows: int
-    ) -> tuple[ActivationMemory | None, float]:
-        """Works like `Fit.activations`, but also covers a mixture of experts. Every expert is
-        assumed to get an equal share of tokens. The token copies that are made for dispatch to
-        experts are not counted."""
-        return super().activations(
-            ResolvedRun(run.config, balanced(run.shape)), tokens, longest, rows
-        )
 
     def build(self, run: ResolvedRun) -> None:
         """Builds complete ranks of this run's layout, instead of assembling ranks from parts. All

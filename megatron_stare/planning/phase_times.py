@@ -200,13 +200,13 @@ def step_time(
     """
     config, shape = run.config, run.shape
     phases = {"rollout": rollout_seconds(config, shape, gpu, of, lengths, served)}
-    phases["log_probs"] = log_prob_work(run, gpu, of, lengths).seconds(
+    phases["log_probs"] = log_prob_work(run, gpu, of, lengths, nbytes).seconds(
         of.log_prob_mfu, of.log_prob_moves
     )
-    phases["update"] = update_work(config, shape, gpu, of, lengths, nbytes).seconds(
+    phases["update"] = update_work(run, gpu, of, lengths, nbytes).seconds(
         of.update_mfu, of.update_moves
     )
-    phases["sync"] = sync_work(config, shape, nbytes).seconds(of.sync_bytes_s)
+    phases["sync"] = sync_work(run, nbytes).seconds(of.sync_bytes_s)
     training = phases["log_probs"] + phases["update"]
     ahead = bool(config.rollout.staleness)
     together = max(phases["rollout"], training) if ahead else phases["rollout"] + training
@@ -244,9 +244,12 @@ def forwards(run: ResolvedRun) -> int:
     )
 
 
-def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths) -> Work:
+def log_prob_work(
+    run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, nbytes: Mapping[str, int]
+) -> Work:
     """Returns the total work of all forward-only passes over the batch. Each pass fills and drains
-    the pipeline once."""
+    the pipeline once. If the parameters were offloaded for the rollout, they return first, even
+    without a pass."""
     config, shape = run.config, run.shape
     batch, passes = config.batch, forwards(run)
     sequences = passes * batch.prompts * batch.samples_per_prompt
@@ -255,18 +258,18 @@ def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths
     )
     idle = 1 + _bubble(config, lengths, batch.prompts)
     exchanged = _tensor_seconds(config, shape, gpu, of, sequences, lengths, times=1)
-    return Work(ideal * idle, exchanged, _moved(config, shape, gpu, sequences, lengths) * idle)
+    returned = _offloaded(run, nbytes)[0] / HOST_LINK
+    return Work(
+        ideal * idle, exchanged + returned, _moved(config, shape, gpu, sequences, lengths) * idle
+    )
 
 
 def update_work(
-    config: Config,
-    shape: ModelShape,
-    gpu: Gpu,
-    of: Coefficients,
-    lengths: Lengths,
-    nbytes: Mapping[str, int],
+    run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, nbytes: Mapping[str, int]
 ) -> Work:
-    """Returns the work of all optimizer steps on a rollout batch."""
+    """Returns the work of all optimizer steps on a rollout batch. If the optimizer was offloaded
+    for the rollout, its state returns first."""
+    config, shape = run.config, run.shape
     batch, parallel = config.batch, config.parallel
     sequences = batch.epochs * batch.prompts * batch.samples_per_prompt
     full = config.model.recompute == "full"
@@ -282,8 +285,11 @@ def update_work(
         reduced = batch.updates * traffic / (NETWORK * of.link_efficiency)
     exchanged = _tensor_seconds(config, shape, gpu, of, sequences, lengths, times=4 if full else 3)
     ideal = sequences * flops / (parallel.world_size * gpu.flops)
+    returned = _offloaded(run, nbytes)[1] / HOST_LINK
     return Work(
-        ideal * idle, exchanged + reduced, _moved(config, shape, gpu, sequences, lengths) * idle
+        ideal * idle,
+        exchanged + reduced + returned,
+        _moved(config, shape, gpu, sequences, lengths) * idle,
     )
 
 
@@ -307,7 +313,7 @@ def rollout_seconds(
     growing, context = responses, lengths.prompt + lengths.response
     if flow:
         growing, context = flow.growing / engines, lengths.prompt + flow.held / flow.growing
-    token = shape.layers * shape.cached * size
+    token = _cached_token(config, shape, served)
     at_once = _at_once(config, growing, context, served)
     again = 0.0
     if flow:  # every round decodes all growing responses in batches, and ends with the last
@@ -326,7 +332,7 @@ def rollout_seconds(
         steps = (responses - at_once) * lengths.response / at_once + longest
     weights = steps * _read_weights(shape, at_once) * size
     cache = responses * lengths.response * (lengths.prompt + lengths.response / 2) * token
-    read = (weights + cache) / (gpus * gpu.bandwidth * of.decode_efficiency)
+    read = (weights / gpus + cache) / (gpu.bandwidth * of.decode_efficiency)
     prompt = body_flops(shape, lengths.prompt, 0)
     arithmetic = responses * (forward_flops(shape, lengths.prompt, lengths.response) - prompt)
     computed, prefill = (
@@ -342,12 +348,14 @@ class RequestTime:
     the server admits the request to the batch.
 
     `beside`: number of other requests in the server's batch.
-    `longest_s`: duration of a request whose response has the maximum length.
-    `first_s`: expected duration of the first request that a rollout completes. The response of this
-        request is assumed to have the mean length.
+    `tokens`: maximum number of tokens that a request adds to its response.
+    `longest_s`: duration of a request that adds `tokens` tokens.
+    `first_s`: expected duration of the first request that a rollout completes. The request is
+        assumed to add tokens up to the mean length of a response.
     """
 
     beside: float
+    tokens: float
     longest_s: float
     first_s: float
 
@@ -361,34 +369,39 @@ def request_time(
     served: ServedMemory | None,
 ) -> RequestTime:
     """Predicts how long a request takes, with the same coefficients as `rollout_seconds`. A
-    decoding step takes equally long for every request in the batch."""
+    decoding step takes equally long for every request in the batch.
+
+    With partial rollouts, a request adds at most `partial.tokens` tokens, and every request of the
+    batch is assumed to continue a response, whose context the server reads again.
+    """
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
     groups = (not flow and config.batch.generate_prompts) or config.batch.prompts
-    growing = (flow.growing if flow else groups * config.batch.samples_per_prompt) / engines
+    growing = groups * config.batch.samples_per_prompt / engines
+    tokens, mean = max(config.rollout.max_new_tokens, lengths.response), lengths.response
+    before = lengths.prompt  # tokens of a request's context that the server reads at first
+    if flow:
+        growing, context = flow.growing / engines, lengths.prompt + flow.held / flow.growing
+        tokens, mean = (min(each, config.partial.tokens or each) for each in (tokens, mean))
+        before += flow.carried / flow.continued if flow.continued else 0.0
     at_once = _at_once(config, growing, context, served)
-    token = shape.layers * shape.cached * size
-    read = (
-        _read_weights(shape, at_once) * size
-        + at_once * (lengths.prompt + lengths.response / 2) * token
-    )
+    token = _cached_token(config, shape, served)
+    read = _read_weights(shape, at_once) * size / gpus + at_once * (context - mean / 2) * token
     prompt = body_flops(shape, lengths.prompt, 0)
     computed = (
         at_once
         * (forward_flops(shape, lengths.prompt, lengths.response) - prompt)
         / lengths.response
     )
-    step = (
-        max(read / (gpu.bandwidth * of.decode_efficiency), computed / (gpu.flops * of.prefill_mfu))
-        / gpus
+    step = max(
+        read / (gpu.bandwidth * of.decode_efficiency),
+        computed / (gpus * gpu.flops * of.prefill_mfu),
     )
     step += shape.layers * of.decode_layer_s
-    prefill = at_once * prompt / (gpus * gpu.flops * of.prefill_mfu)  # of the whole batch
-    longest = max(config.rollout.max_new_tokens, lengths.response)
-    return RequestTime(
-        max(at_once - 1, 0), prefill + longest * step, prefill + lengths.response * step
-    )
+    # of the whole batch
+    prefill = at_once * body_flops(shape, before, 0) / (gpus * gpu.flops * of.prefill_mfu)
+    return RequestTime(max(at_once - 1, 0), tokens, prefill + tokens * step, prefill + mean * step)
 
 
 def _at_once(config: Config, growing: float, context: float, served: ServedMemory | None) -> float:
@@ -399,7 +412,21 @@ def _at_once(config: Config, growing: float, context: float, served: ServedMemor
         context: mean number of tokens that a response holds in the cache.
     """
     at_once = min(growing, config.rollout.max_batch)
-    return min(at_once, max(served.cache / served.token / context, 1)) if served else at_once
+    if not served:
+        return at_once
+    # each attention group of a server has a cache of its own
+    tokens = config.sglang.attention_data_parallel * served.cache / served.token
+    return min(at_once, max(tokens / context, 1))
+
+
+def _cached_token(config: Config, shape: ModelShape, served: ServedMemory | None) -> float:
+    """Returns the number of bytes that each rank of a server reads, on average, for the keys and
+    values of one token. Ranks beyond the number of key/value heads repeat heads. An attention group
+    reads the cache of its own requests only."""
+    if served:
+        return served.token / config.sglang.attention_data_parallel
+    size = 1 if config.sglang.kv_cache_dtype else BYTES[config.sglang.dtype or config.model.dtype]
+    return shape.layers * shape.cached * size / max(replica_gpus(config), 1)
 
 
 def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
@@ -418,20 +445,30 @@ def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
     )
 
 
-def sync_work(config: Config, shape: ModelShape, nbytes: Mapping[str, int]) -> Work:
+def sync_work(run: ResolvedRun, nbytes: Mapping[str, int]) -> Work:
     """Returns the work of a weight sync. If trainer and servers are colocated, the work includes
-    the offload to host memory and the reload."""
+    the offload to host memory."""
+    config = run.config
     if not replica_count(config):
         return Work(0.0)
-    moved = 0.0
-    if config.sglang.colocated and config.memory.offload != "none":
-        stays = config.memory.offload == "optimizer"
-        moved = 2 * sum(
-            size for item, size in nbytes.items() if not (stays and item == "parameters")
-        )
     return Work(
-        parameters(shape) * BYTES[config.sglang.dtype or config.model.dtype], moved / HOST_LINK
+        parameters(run.shape) * BYTES[config.sglang.dtype or config.model.dtype],
+        sum(_offloaded(run, nbytes)) / HOST_LINK,
     )
+
+
+def _offloaded(run: ResolvedRun, nbytes: Mapping[str, int]) -> tuple[int, int]:
+    """Returns how many bytes of the weights (policy and reference) and of the optimizer a rank
+    offloads in each step. Gradients are discarded, not copied."""
+    config = run.config
+    offload = config.memory.offload or "all"
+    if not replica_count(config) or not config.sglang.colocated or offload == "none":
+        return 0, 0
+    # a reference with `model.reference_offload` is in host memory already
+    models = 2 if run.method.needs_reference and not config.model.reference_offload else 1
+    weights = models * nbytes["parameters"] if offload == "all" else 0
+    state = nbytes["main parameters"] + nbytes["moments"]
+    return weights, 0 if config.performance.optimizer_offload else state
 
 
 def _of(lengths: Lengths) -> tuple[float, float]:

@@ -240,7 +240,9 @@ class Plan:
         if self.served is None or (flow := self.step.partial) is None:
             return None
         tokens = flow.held + flow.growing * self.lengths.prompt
-        return tokens / replica_count(self.run.config) * self.served.token
+        config = self.run.config
+        caches = replica_count(config) * config.sglang.attention_data_parallel
+        return tokens / caches * self.served.token
 
     def rank(self, stage: int) -> int:
         """Returns the first rank of a pipeline stage."""

@@ -167,6 +167,12 @@ FACTS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         {"versions": {"transformer-engine": None}},
         ("parallel.context=2",),
     ),
+    "no router for experts": (
+        "transformer engine",
+        "fault",
+        {"versions": {"transformer-engine": None}},
+        ("model.path=models/Qwen3-30B-A3B",),
+    ),
     "no flash attention": ("flash attention", "warning", {"versions": {"flash-attn": None}}, ()),
     "the index's apex": ("apex", "fault", {"versions": {"apex": "0.9.10.dev0"}}, ()),
     "few open files": ("open files", "fault", {"limits": {"open files": 1024}}, ()),

@@ -216,7 +216,6 @@ def test_memory_is_as_predicted(
         predicted = activation_memory(
             config, read_shape(str(tmp_path)), 64, 16, rows=1 if packed else 4
         )
-        assert predicted is not None
         for found in ranks.run(
             kept_bytes, config.parallel.world_size, str(tmp_path), mode, layout, packed
         ):

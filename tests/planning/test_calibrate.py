@@ -12,13 +12,20 @@ import pytest
 from support.runs import ROOT
 
 from megatron_stare.cli import main
-from megatron_stare.config.load import dump_yaml, validate
+from megatron_stare.config.load import dump_yaml, load_config, validate
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning.calibrate import calibrate, medians
-from megatron_stare.planning.gpus import Coefficients, Fitted, find_gpu, read_coefficients, store
+from megatron_stare.planning.gpus import (
+    HOST_LINK,
+    Coefficients,
+    Fitted,
+    find_gpu,
+    read_coefficients,
+    store,
+)
 from megatron_stare.planning.memory import PlannedFit
-from megatron_stare.planning.phase_times import Lengths, step_time
+from megatron_stare.planning.phase_times import Lengths, parameters, step_time
 
 GPU = find_gpu("h100-80g")
 # both rates of decoding are assumed ones by one factor
@@ -39,6 +46,7 @@ def a_run(
     rollout: Mapping[str, Any] | None = None,
     true: Coefficients = TRUE,
     model: str = "qwen3-32b",
+    sglang: Mapping[str, Any] | None = None,
 ) -> Path:
     """A run on H100s whose phases took what the model says with these, but for its first two
     steps."""
@@ -52,7 +60,7 @@ def a_run(
             "max_new_tokens": 4000,
             **(rollout or {}),
         },
-        "sglang": {"tensor_parallel": 4},
+        "sglang": {"tensor_parallel": 4, **(sglang or {})},
         "optimizer": {"distributed": True},
         "algorithm": {"name": "grpo", "correction": {}} if rollout else "grpo",
     }
@@ -124,6 +132,19 @@ def test_a_wait_for_a_batch_is_no_fixed_time(tmp_path: Path) -> None:
     folder = a_run(tmp_path, rollout={"staleness": 1}, metrics=waited)
     found = calibrate([folder], GPU, Coefficients(), None).coefficients
     assert found.fixed_s == pytest.approx(7.0)
+
+
+def test_a_shared_device_s_sync_is_fitted_without_the_way_back(tmp_path: Path) -> None:
+    """Weights at 10 GB/s, and the way out of all but the gradients; the way back is no part of a
+    sync, but of the passes that need it."""
+    shared = {"colocated": True, "memory_fraction": 0.6}
+    run = resolve_run(load_config(str(a_run(tmp_path, sglang=shared) / "config.yaml")))
+    fullest = max(PlannedFit(GPU.memory).stages(run), key=lambda each: sum(each.values()))
+    out = sum(fullest.values()) - fullest["gradients"]
+    took = {"time/sync_s": 2 * parameters(run.shape) / 10e9 + out / HOST_LINK}
+    found = calibrate([a_run(tmp_path, metrics=took, sglang=shared)], GPU, Coefficients(), None)
+    assert found.coefficients.sync_bytes_s == pytest.approx(10e9)
+    assert found.coefficients.update_mfu == pytest.approx(TRUE.update_mfu)
 
 
 def test_what_cannot_be_fitted_is_refused(tmp_path: Path) -> None:

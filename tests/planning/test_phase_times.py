@@ -4,7 +4,7 @@ by tensor."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -21,11 +21,14 @@ from megatron_stare.planning.phase_times import (
     Step,
     body_flops,
     body_matrices,
+    flow_of,
     forward_flops,
     parameters,
+    request_time,
     rollout_seconds,
     step_time,
 )
+from megatron_stare.planning.run_plan import Plan
 from megatron_stare.rollout.engines.replicas import ServedMemory
 from megatron_stare.weights.files.check import expected
 
@@ -182,7 +185,7 @@ def test_links() -> None:
 def test_decoding_reads_weights_by_step_and_cache_by_token() -> None:
     """8 responses of 6 tokens, of which 2 fit a time: 18 steps for those that wait, 12 to the
     longest's end."""
-    served = ServedMemory(weights=1, cache=2 * 10 * 7, token=7, setting="", unit=1)
+    served = ServedMemory(weights=1, cache=2 * 10 * 16, token=16, setting="", unit=1)
     run = run_of()
     weights = 2 * (2 * LAYER + 2 * 64)
     cache = 8 * (4 + 6 / 2) * 6 * 2 * 2 * 2 * 2
@@ -198,6 +201,54 @@ def test_decoding_reads_weights_by_step_and_cache_by_token() -> None:
     assert slow == pytest.approx(decoded / (1e6 * 0.5) + prefill)  # arithmetic bounds it
 
 
+def test_ranks_that_repeat_a_head_read_it_all_and_attention_groups_share_requests() -> None:
+    """Both ranks of a server hold the model's one head. In two groups of one, each reads the cache
+    of half of the responses."""
+    lengths = Lengths(4, 6)
+    served = ServedMemory(weights=1, cache=8 * 10 * 16, token=16, setting="", unit=1)
+    weights, cache = 12 * 2 * (2 * LAYER + 2 * 64) / 1e4 / 0.5, 8 * (4 + 6 / 2) * 6 * 16 / 1e4 / 0.5
+    prefill = 4 * body_flops(TINY, 4, 0) / (1e6 * 0.5)
+    for groups in (1, 2):
+        run = run_of(sglang__tensor_parallel=2, sglang__attention_data_parallel=groups)
+        found = rollout_seconds(run.config, TINY, GPU, OF, lengths, served)
+        assert found == pytest.approx(weights / 2 + cache / groups + prefill / 2)
+        request = request_time(run.config, TINY, GPU, OF, lengths, served)
+        token_step = weights / 12 / 2 + cache / 6 / groups
+        assert request.longest_s - request.first_s == pytest.approx((12 - 6) * token_step)
+
+
+def test_every_attention_group_has_a_cache() -> None:
+    """A rank of Qwen3-30B-A3B on 8 GPUs holds 32 responses; 8 groups have room for all 96."""
+    shape, lengths = read_shape(ARCHITECTURES / "qwen3-30b-a3b"), Lengths(256, 31_000)
+    beside = []
+    for groups in (1, 8):
+        config = run_of(
+            rollout__max_batch=256, rollout__max_new_tokens=31_000, batch__prompts=48,
+            batch__samples_per_prompt=2, batch__micro_batch_tokens=32_768,
+            sglang__tensor_parallel=8, sglang__attention_data_parallel=groups,
+        ).config  # fmt: skip
+        tokens = ServedMemory(weights=1, cache=32 * 31_256, token=1, setting="", unit=1)
+        beside.append(request_time(config, shape, GPU, OF, lengths, tokens).beside)
+    assert beside == [31, 95]
+
+
+def test_a_rank_holds_what_grows_at_its_attention_group_alone() -> None:
+    partial: dict[str, Any] = {
+        "partial__tokens": 4,
+        "algorithm": {"name": "grpo", "correction": {}},
+    }
+    unused: dict[str, Any] = dict.fromkeys(each.name for each in fields(Plan))
+    served = ServedMemory(weights=1, cache=160, token=16, setting="", unit=1)
+    sizes = []
+    for groups in (1, 2):
+        run = run_of(sglang__tensor_parallel=2, sglang__attention_data_parallel=groups, **partial)
+        of_run = {"run": run, "lengths": Lengths(4, 6), "step": step(run), "served": served}
+        sizes.append(Plan(**unused | of_run).growing_cache)
+    flow = flow_of(run.config, Lengths(4, 6))
+    assert flow is not None
+    assert sizes == [(flow.held + flow.growing * 4) * 16 / groups for groups in (1, 2)]
+
+
 def test_sampling_ahead_hides_the_shorter() -> None:
     apart = step(run_of())
     ahead = step(run_of(rollout__staleness=1))
@@ -208,10 +259,25 @@ def test_sampling_ahead_hides_the_shorter() -> None:
 
 
 def test_what_leaves_a_shared_device_comes_back() -> None:
-    base = step(run_of()).phases["sync"]
-    for offload, moved in ((None, 900), ("optimizer", 800), ("none", 0)):
-        found = step(run_of(sglang__colocated=True, memory__offload=offload)).phases["sync"]
-        assert found == pytest.approx(base + 2 * moved / HOST_LINK, rel=1e-13)
+    """In a sync parameters, main parameters and moments leave; gradients are discarded. Before the
+    log-prob pass the parameters come back, and before the update the rest."""
+    state, nothing = 200 + 400, dict.fromkeys(HELD, 0)
+    reference: Any = {"algorithm": {"name": "grpo", "reference_kl": {"coef": 0.1}}}
+    settings: dict[str, Any]
+    for settings, weights, optimizer in (
+        ({}, 100, state),
+        ({"memory__offload": "optimizer"}, 0, state),
+        ({"memory__offload": "none"}, 0, 0),
+        (reference, 2 * 100, state),
+        ({"model__reference_offload": True, **reference}, 100, state),
+        ({"performance__optimizer_offload": True, "optimizer__distributed": True}, 100, 0),
+    ):
+        run = run_of(sglang__colocated=True, **settings)
+        base = step_time(run, GPU, OF, Lengths(4, 6), nothing, None).phases
+        moved = {"sync": weights + optimizer, "log_probs": weights, "update": optimizer}
+        wanted = {phase: base[phase] + nbytes / HOST_LINK for phase, nbytes in moved.items()}
+        found = step(run).phases
+        assert {phase: found[phase] for phase in moved} == pytest.approx(wanted, rel=1e-13)
 
 
 def test_partial_rollouts_take_rounds_and_read_what_they_carry_over_again() -> None:
@@ -231,7 +297,7 @@ def test_partial_rollouts_take_rounds_and_read_what_they_carry_over_again() -> N
     assert found == pytest.approx((weights + cache) / 1e4 / 0.5 + prefill)
     # of those that grow one has room at a time: the others of a round wait, and its last grows by
     # all of it
-    served = ServedMemory(weights=1, cache=7, token=7, setting="", unit=1)
+    served = ServedMemory(weights=1, cache=16, token=16, setting="", unit=1)
     growth = 4 * 8 / (flow.rounds * flow.growing)
     steps = flow.rounds * ((flow.growing - 1) * growth + 8)
     waiting = rollout_seconds(run.config, TINY, GPU, OF, lengths, served)

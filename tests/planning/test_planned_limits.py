@@ -20,8 +20,15 @@ from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning import forecast
 from megatron_stare.planning.gpus import GPUS, Coefficients
 from megatron_stare.planning.limits import Held, check_limits, held, limits_not_checked
-from megatron_stare.planning.phase_times import Lengths, request_time
+from megatron_stare.planning.phase_times import (
+    Lengths,
+    body_flops,
+    flow_of,
+    parameters,
+    request_time,
+)
 from megatron_stare.rollout.engines.replicas import ServedMemory
+from megatron_stare.tasks.task import evaluation_tasks
 
 GPU = "h100-80g"
 RECIPE = "recipes/dapo_qwen2.5_32b"
@@ -47,6 +54,10 @@ def longest(where: str) -> float:
         for each in held(of(RECIPE, "faults.requests.rollout_s=9e5"))
         if each.where == where
     )
+
+
+def of_requests(run: ResolvedRun) -> list[Held]:
+    return [each for each in held(run) if each.where == "faults.requests.request_s"]
 
 
 @pytest.mark.parametrize(
@@ -102,8 +113,7 @@ def test_without_a_limit_of_its_own_a_request_has_its_share_of_a_call() -> None:
         "runtime.timeout_s=6000",
         "faults.requests.attempts=4",
     )
-    (found,) = (each for each in held(run) if each.where == "faults.requests.request_s")
-    assert found.limit_s == 1500
+    assert {each.limit_s for each in of_requests(run)} == {1500}
 
 
 def test_nothing_is_held_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +185,88 @@ def test_the_time_of_a_request_by_hand() -> None:
     assert alone.beside == 0 and alone.longest_s < found.longest_s
 
 
+PARTIAL = ("partial.tokens=2048", "algorithm.correction={mode: truncate}", "rollout.staleness=null")
+
+
+def test_a_request_of_a_partial_rollout_ends_with_its_round() -> None:
+    """Its response of 30,000 tokens takes more rounds, each of which is a request with a limit of
+    its own."""
+    asked = (
+        "rollout.max_new_tokens=30000",
+        "batch.micro_batch_tokens=32768",
+        "faults.requests.request_s=300",
+        "eval.tasks=[]",
+        "eval.prompts=0",
+    )
+    check_limits(of(RECIPE, *asked, *PARTIAL))
+    with pytest.raises(ConfigError, match=r"a response of 30,000 tokens .* allows 300"):
+        check_limits(of(RECIPE, *asked))
+    run = of(RECIPE, *asked, *PARTIAL, "faults.requests.request_s=1")
+    with pytest.raises(ConfigError, match=r"a round of 2,048 tokens beside "):
+        check_limits(run)
+
+
+def test_the_time_of_a_round_by_hand() -> None:
+    """A server that has room for ten of those that grow. All ten read what they carry over again,
+    and each token step reads ten caches, which hold half of a round's tokens less than at its
+    end."""
+    run = of(
+        "recipes/short_cot_qwen2.5_math_7b",
+        "sglang.tensor_parallel=1",
+        "rollout.engines=1",
+        "rollout.max_new_tokens=1000",
+        "batch.generate_prompts=null",
+        "rollout.staleness=null",
+        "partial.tokens=200",
+        "algorithm.correction={mode: truncate}",
+    )
+    shape, gpu, rates, lengths = run.shape, GPUS[GPU], Coefficients(), Lengths(100.0, 300.0)
+    flow = flow_of(run.config, lengths)
+    assert flow is not None
+    context = 100 + flow.held / flow.growing
+    token = shape.layers * shape.cached * 2
+    served = ServedMemory(0, round(10 * context * token), token, "", 1)
+    found = request_time(run.config, shape, gpu, rates, lengths, served)
+    reads = parameters(shape) * 2 + 10 * (context - 100) * token
+    step = reads / (gpu.bandwidth * rates.decode_efficiency) + shape.layers * rates.decode_layer_s
+    again = body_flops(shape, 100 + flow.carried / flow.continued, 0)
+    prefill = 10 * again / (gpu.flops * rates.prefill_mfu)
+    assert found.beside == pytest.approx(9) and found.tokens == 200
+    assert found.longest_s == pytest.approx(prefill + 200 * step)
+    assert found.first_s == pytest.approx(found.longest_s)  # the mean is beyond the round
+
+
+LONG = (
+    "eval.tasks=[{name: aime24, path: data/aime24.jsonl, samples: 32, max_new_tokens: 31744}]",
+    "faults.requests.request_s=400",
+)
+
+
+def test_the_responses_of_an_evaluation_have_time_too() -> None:
+    """A task's responses may be longer than those of training, at the same servers and with the
+    same limit."""
+    run = of("recipes/short_cot_qwen2.5_32b", *LONG)
+    training, task = of_requests(run)
+    training.require()
+    assert task.what.startswith("a response of 31,744 tokens of task aime24 beside ")
+    with pytest.raises(ConfigError, match=r"of task aime24 .* allows 400"):
+        check_limits(run)
+    # the number of problems is known: at most one for each server
+    few = of_requests(of("recipes/short_cot_qwen2.5_32b", LONG[0].replace("32,", "1, prompts: 4,")))
+    assert few[1].what.endswith("beside 0 others at its server")
+    # other servers, which know no rollout of training
+    apart = of("recipes/short_cot_qwen2.5_32b", *LONG, "eval.urls=[http://10.0.0.2:30000]")
+    assert len(of_requests(apart)) == 1
+
+
+def test_no_round_ends_a_response_of_an_evaluation() -> None:
+    run = of(RECIPE, *PARTIAL, "eval.tasks=[]", "eval.prompts=64")
+    assert [each.what.partition(" beside")[0] for each in of_requests(run)] == [
+        "a round of 2,048 tokens",
+        "a response of 20,480 tokens of the evaluation",
+    ]
+
+
 @pytest.mark.parametrize("nodes", [None, *TOOL.SIZES])
 @pytest.mark.parametrize("colocated", [True, False])
 def test_every_recipe_s_limits_leave_it_time(nodes: int | None, colocated: bool) -> None:
@@ -190,13 +282,15 @@ def test_every_recipe_s_limits_leave_it_time(nodes: int | None, colocated: bool)
                 config.model,
                 config.sglang,
                 config.faults,
+                config.eval,
             )
         )
         if key not in checked:
             checked[key] = list(held(resolve_run(config, published=True)))
+            assert len(checked[key]) == 7 + len(evaluation_tasks(config))
             for each in checked[key]:
                 each.require()
-    assert len(checked) > 10 and all(len(found) == 7 for found in checked.values())
+    assert len(checked) > 10
 
 
 def test_a_dry_run_refuses_a_limit_with_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,16 +211,19 @@ def test_a_sync_is_as_fast_as_the_benchmarks_model_has_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tied", "pipeline", "head", "chunks", "gradient"),
+    ("tied", "pipeline", "head", "free", "chunks", "gradient"),
     [
-        (False, 1, "recompute", 1 / 16, True),
-        (True, 1, "recompute", 1 / 16, False),  # comes through the embedding
-        (True, 2, "recompute", 1 / 16, True),
-        (True, 1, "materialised", 1, True),
+        (False, 1, "recompute", 10**12, 1 / 16, True),
+        (True, 1, "recompute", 10**12, 1 / 16, False),  # comes through the embedding
+        (True, 2, "recompute", 10**12, 1 / 16, True),
+        (True, 1, "materialised", 0, 1, True),
+        # by itself: as much as an eighth of what is free is materialised, a byte more is not
+        (False, 1, "auto", 8 * 16384 * 149 * 128 * 2, 1, True),
+        (False, 1, "auto", 8 * 16384 * 149 * 128 * 2 - 1, 1 / 16, True),
     ],
 )
 def test_the_head_needs_logits_and_the_gradient_of_its_weight(
-    tied: bool, pipeline: int, head: str, chunks: float, gradient: bool
+    tied: bool, pipeline: int, head: str, free: int, chunks: float, gradient: bool
 ) -> None:
     shape = read_shape(ROOT / "assets/architectures/qwen2.5-32b")
     config = Config.model_validate(
@@ -232,4 +235,4 @@ def test_the_head_needs_logits_and_the_gradient_of_its_weight(
     )
     rows = 149 * 128  # of Qwen2.5-32B's 152,064 tokens, padded to a multiple of 8 * 128
     wanted = 16384 * chunks * rows * 2 + (rows * 5120 * 2 if gradient else 0)
-    assert logits_bytes(config, dataclasses.replace(shape, tied=tied)) == wanted
+    assert logits_bytes(config, dataclasses.replace(shape, tied=tied), free) == wanted

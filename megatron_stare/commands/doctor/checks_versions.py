@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 
 from megatron_stare.commands.doctor.facts import Facts
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
 
 PYTHONS = ((3, 11), (3, 13))
 # packages pinned in constraints.txt whose private API is used
@@ -136,11 +139,23 @@ def _transformer_engine(versions: Mapping[str, str], config: Config | None) -> F
         return fault(
             "transformer engine", "not installed, and context parallelism needs its attention", mend
         )
+    if config is not None and _has_experts(config):
+        return fault(
+            "transformer engine", "not installed, and the router of the experts needs it", mend
+        )
     return warning(
         "transformer engine",
         "not installed; mixtures of experts and context parallelism need it",
         mend,
     )
+
+
+def _has_experts(config: Config) -> bool:
+    """Returns True if the configured model is a mixture of experts. Returns False if the model
+    cannot be read, which the checks of a run report."""
+    with contextlib.suppress(UserError):
+        return resolve_run(config, published=True).shape.experts > 0
+    return False
 
 
 def _flash_attention(versions: Mapping[str, str]) -> Finding:
