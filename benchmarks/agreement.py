@@ -3,8 +3,9 @@
     python benchmarks/agreement.py NAME=RUN_DIR [NAME=RUN_DIR ...]
 
 The runs are ordinary ones: the quickstart's first steps with `model.dtype=bfloat16
-batch.prompts=16`, with the engine in process and with `rollout.engine=sglang`. The limits that
-docs/diagnostics.md argues from these figures are in megatron_stare/rollout/agreement/limits.py.
+batch.prompts=16`, with the engine in process and with `rollout.engine=sglang`. Runs of servers with
+an 8-bit cache are in results/agreement_kv_cache.json. The limits that docs/diagnostics.md argues
+from these figures are in megatron_stare/rollout/agreement/limits.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,14 @@ def main() -> None:
 def figures(directory: Path) -> dict[str, Any]:
     """Figures of one run: those of every step, and their median and largest."""
     run = read_run(directory)
-    settings = ("rollout.engine", "model.dtype", "sglang.dtype", "rollout.temperature", "run.steps")
+    settings = (
+        "rollout.engine",
+        "model.dtype",
+        "sglang.dtype",
+        "sglang.kv_cache_dtype",
+        "rollout.temperature",
+        "run.steps",
+    )
     by_step = {}
     for name in (*FIGURES, *CANARY):
         values = [row[key] for row in run.metrics if (key := f"agreement/{name}") in row]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from support.runs import ROOT, SMALL, TIMEOUT_S, environment
 
 from megatron_stare.cli import main
 from megatron_stare.commands.evaluate import offline_evaluation
-from megatron_stare.commands.evaluate.offline_evaluation import default_out, read, run
+from megatron_stare.commands.evaluate.evaluation_folder import EvaluationFolder
+from megatron_stare.commands.evaluate.offline_evaluation import Opened, default_out, read, run
 from megatron_stare.config.load import load_config
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.run_dir.heartbeat import FOLDER_VARIABLE, read_heartbeat
 
@@ -352,6 +355,27 @@ def test_a_folder_takes_responses_of_one_kind(
     with pytest.raises(UserError, match=r"name another --out") as error:
         evaluated(whole[0], *change)
     assert named in error.value.what
+
+
+def test_a_folder_takes_responses_of_one_cache(tmp_path: Path) -> None:
+    """Earlier releases, whose servers had no other cache, wrote nothing of it."""
+
+    def opened(**engine: str | None) -> None:
+        EvaluationFolder(tmp_path / "out", {"engine": engine, "tasks": {}}, "").close()
+
+    for _ in range(2):
+        opened(dtype="bfloat16")
+        opened(dtype="bfloat16", kv_cache_dtype=None)
+        with pytest.raises(UserError, match=r"engine\.kv_cache_dtype None, not fp8_e4m3"):
+            opened(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    config = Config.model_validate({"model": {"path": "m"}, "rollout": {"engine": "sglang"}})
+    ids: list[dict[str, Any]] = []
+    for cache in (None, "fp8_e4m3"):
+        sglang = config.sglang.model_copy(update={"kv_cache_dtype": cache})
+        checkpoint = SimpleNamespace(identity=dict)
+        of_cache = config.model_copy(update={"sglang": sglang})
+        ids.append(Opened(of_cache, None, checkpoint, (), {}).what())  # type: ignore[arg-type]
+    assert ids[0]["engine"]["kv_cache_dtype"] is None and ids[0] != ids[1]
 
 
 def test_a_folder_takes_responses_of_one_checkpoint(

@@ -262,6 +262,28 @@ def test_ten_steps_in_bfloat16_agree_by_mean_and_quantiles(start):
     assert run.traces.left() == []
 
 
+@pytest.mark.slow
+def test_keys_and_values_in_eight_bits_agree_within_their_limits(start):
+    """In float32, so that the differences are the cache's alone: those that benchmarks/kv_cache.py
+    simulates."""
+    run = start(
+        "sglang.kv_cache_dtype=fp8_e4m3",
+        "algorithm.correction={mode: truncate}",
+        **{"run.steps": 4, "batch.prompts": 8},
+    )
+    for _ in run.lines():
+        run.traces.look()
+    assert run.process.wait() == 0, run.errors()
+    rows = metrics(run.dir)
+    assert len(rows) == 4
+    for row in rows:
+        assert 2e-3 < row["agreement/mean"] <= 0.02
+        assert row["agreement/p99"] <= 0.4 and row["agreement/p999"] <= 1.25
+        assert 0.02 < row["agreement/canary_likely_mean"] <= 0.2
+        assert row["correction/weight"] != 1.0
+    assert run.traces.left() == []
+
+
 def test_a_run_that_stops_says_why_and_leaves_nothing(start):
     """Rounding alone is past this limit, so the first canary stops the run, after a whole weight
     sync."""

@@ -8,7 +8,15 @@ from typing import Any
 from megatron_stare.config.schema import Config, SGLangConfig
 
 # server settings that also apply to servers started elsewhere
-_OF_OTHERS = ("dtype", "sync", "sync_folder", "seeds", "agreement_limit", "canary_prompts")
+_OF_OTHERS = (
+    "dtype",
+    "kv_cache_dtype",
+    "sync",
+    "sync_folder",
+    "seeds",
+    "agreement_limit",
+    "canary_prompts",
+)
 
 SYNC_FOLDER = "weight_sync"  # in the run directory
 # sections that only an engine with servers may have, see Config

@@ -246,6 +246,13 @@ class SGLangConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="dtype of the servers' weights and activations; null: model.dtype"
     )
+    kv_cache_dtype: Literal["fp8_e4m3"] | None = Field(
+        None,
+        description=(
+            "dtype of the servers' KV cache; null: that of their activations. 8 bits hold twice as"
+            " many tokens, and need algorithm.correction"
+        ),
+    )
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel ranks of a server")
     expert_parallel: int = Field(
         1,
@@ -336,19 +343,32 @@ class SGLangConfig(Section):
 
 class AgreementConfig(Section):
     """Limits, in nats, on the absolute difference between the engines' and the trainer's log-probs
-    of sampled tokens. The limits apply if the engines or the trainer compute in 16 bits. A
-    difference above a limit stops the run. If a limit is null, its default value applies, which
-    docs/diagnostics.md explains. If engines and trainer compute in float32, the only limit is
+    of sampled tokens. The limits apply if the engines or the trainer compute in 16 bits, or if
+    servers have an 8-bit cache. A difference above a limit stops the run. If a limit is null, its
+    default value applies, which docs/diagnostics.md explains. Otherwise, the only limit is
     sglang.agreement_limit, which bounds the largest difference."""
 
     mean: float | None = Field(
-        None, gt=0, description="largest mean; null: 0.025 in bfloat16, 0.003 in float16"
+        None,
+        gt=0,
+        description=(
+            "largest mean; null: 0.025 in bfloat16, 0.003 in float16, 0.1 with an 8-bit cache"
+        ),
     )
     p99: float | None = Field(
-        None, gt=0, description="largest 99 % quantile; null: 0.2 in bfloat16, 0.025 in float16"
+        None,
+        gt=0,
+        description=(
+            "largest 99 % quantile; null: 0.2 in bfloat16, 0.025 in float16, 0.8 with an 8-bit"
+            " cache"
+        ),
     )
     p999: float | None = Field(
-        None, gt=0, description="largest 99.9 % quantile; null: 1 in bfloat16, 0.125 in float16"
+        None,
+        gt=0,
+        description=(
+            "largest 99.9 % quantile; null: 1 in bfloat16, 0.125 in float16, 4 with an 8-bit cache"
+        ),
     )
     trend: float = Field(
         3.0,

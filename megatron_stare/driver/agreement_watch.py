@@ -60,7 +60,7 @@ class AgreementWatch:
     def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
         config = run.config
         self._limits = Limits.of(config)
-        self._logged = engines.served or self._limits.in_16_bits
+        self._logged = engines.served or self._limits.coarse
         # Without the log-prob pass only the canary can be compared.
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
@@ -141,7 +141,7 @@ class AgreementWatch:
         if not self._logged:
             return {}
         metrics = agreement_metrics(sampled, step)
-        if self._limits.in_16_bits and sampled.everywhere.tokens:
+        if self._limits.coarse and sampled.everywhere.tokens:
             self._means.add(sampled.everywhere.mean)
             if (growth := self._means.growth()) is not None:
                 metrics["agreement/trend"] = growth

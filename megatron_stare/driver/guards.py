@@ -115,7 +115,7 @@ class Guards:
     """The guards of a run.
 
     Args:
-        dtype: dtype of the trained model.
+        dtype: see `coarsest_dtype`.
     """
 
     def __init__(self, config: GuardsConfig, dtype: str) -> None:

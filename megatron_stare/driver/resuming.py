@@ -66,7 +66,7 @@ FREE_TO_CHANGE = (
     "rollout.environment.sandbox_url",
     "rollout.environment.sandbox_workers",
 )
-NOT_FREE = ("run.seed", "sglang.dtype", "sglang.seeds")
+NOT_FREE = ("run.seed", "sglang.dtype", "sglang.kv_cache_dtype", "sglang.seeds")
 # not free either if the loss depends on which tokens share a micro-batch
 _DIVISION = ("parallel.", "batch.micro_batch_tokens", "batch.packed")
 # names of the digests that are not of files

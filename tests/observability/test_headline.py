@@ -269,6 +269,9 @@ def test_problems_are_the_alerts_of_the_steps() -> None:
     assert [p.name for p in problems(differ)] == ["engine and trainer differ"]
     half = run_of(differ.metrics, model={"dtype": "bfloat16"})  # what is normal there
     assert problems(half) == []
+    for served in ({"dtype": "float16"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        assert problems(run_of(differ.metrics, sglang=served)) == []
+        assert problems(run_of(differ.metrics, sglang=dict.fromkeys(served))) == problems(differ)
 
 
 def test_runs_that_are_the_same_are_called_so(tmp_path: Path) -> None:

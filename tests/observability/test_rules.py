@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.observability.metrics.conditions import Spike, Window
-from megatron_stare.observability.metrics.rules import QUIET_STEPS, RULES, Watch
+from megatron_stare.observability.metrics.rules import QUIET_STEPS, RULES, Watch, coarsest_dtype
 
 HEALTHY = {
     "entropy/mean": 0.1,
@@ -140,6 +140,17 @@ def test_a_spike_needs_a_history_and_zero_is_none():
     spike = HEALTHY | {"optimizer/grad_norm": 50.0}
     assert follow([HEALTHY] * 5 + [spike]) == []
     assert follow([HEALTHY | {"optimizer/grad_norm": 0.0}] * 30 + [HEALTHY]) == []
+
+
+def test_the_coarsest_dtype_of_both_sides_decides():
+    def found(**settings: str | None) -> str:
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        return coarsest_dtype(named.get)
+
+    assert found() == found(model__dtype="float32", sglang__dtype=None) == "float32"
+    assert found(model__dtype="float32", sglang__dtype="float16") == "float16"
+    assert found(model__dtype="bfloat16", sglang__dtype="float16") == "bfloat16"
+    assert found(model__dtype="bfloat16", sglang__kv_cache_dtype="fp8_e4m3") == "fp8_e4m3"
 
 
 def test_bfloat16_differs_by_more_and_may():

@@ -12,6 +12,8 @@ import pytest
 from support.runs import SMALL, command, model
 
 from megatron_stare.cli import main
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
 from megatron_stare.planning import preflight
 
 INLINE = {
@@ -79,3 +81,22 @@ def test_every_check_of_the_module_is_in_the_list() -> None:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     }
     assert defined - listed == {"check_run", "check_task", "check_checkpoint_of", "check_positions"}
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "stare"}, {"name": "dg"}, {"name": "gspo"}])
+def test_keys_and_values_in_eight_bits_need_a_correction(algorithm: dict[str, object]) -> None:
+    def check(**more: object) -> None:
+        config = Config.model_validate(
+            {
+                "model": {"path": "m"},
+                "rollout": {"engine": "sglang"},
+                "sglang": {"kv_cache_dtype": "fp8_e4m3"},
+                "algorithm": {**algorithm, **more},
+            }
+        )
+        preflight.check_kv_cache(config, config.algorithm.method)
+
+    with pytest.raises(ConfigError, match=r"cache of fp8_e4m3 .* nothing corrects") as error:
+        check()
+    assert error.value.where == "sglang.kv_cache_dtype"
+    check(correction={"mode": "truncate", "level": "sequence"})

@@ -266,6 +266,16 @@ def test_what_the_canary_shows_in_16_bits(blamed, servers):
     assert (verdict is None) if blamed is None else (verdict is not None and blamed in verdict)
 
 
+def test_clipped_keys_of_a_cache_of_eight_bits_look_like_wrong_positions():
+    """A response's first token attends to itself alone, whatever its key; seen on a server with
+    keys of 600."""
+    apart = [difference(torch.where(POSITIONS > 0, noise(0.5), ROUNDED))]
+    verdict = canary_verdict(apart, replace(IN_BF16, cache="fp8_e4m3"))
+    assert verdict is not None and "or keys are too large for a cache of fp8_e4m3: the" in verdict
+    assert "keys" not in str(canary_verdict(apart, IN_BF16))
+    assert limits("float32", cache="fp8_e4m3").cache == "fp8_e4m3"
+
+
 def test_of_a_canary_in_16_bits_the_likely_tokens_are_judged():
     unlikely = torch.arange(len(POSITIONS)) >= 20
     apart = torch.where(unlikely, 0.8, 0.02)
@@ -347,14 +357,18 @@ def test_a_run_stops_past_the_limit_and_at_nan():
 
 
 def limits(
-    trained: str, served: str | None = None, own: float | None = None, **agreement: float
+    trained: str,
+    served: str | None = None,
+    own: float | None = None,
+    cache: str | None = None,
+    **agreement: float,
 ) -> Limits:
     return Limits.of(
         Config.model_validate(
             {
                 "model": {"path": "m", "dtype": trained},
                 "rollout": {"engine": "sglang"},
-                "sglang": {"dtype": served, "agreement_limit": own},
+                "sglang": {"dtype": served, "agreement_limit": own, "kv_cache_dtype": cache},
                 "agreement": agreement,
             }
         )
@@ -384,6 +398,13 @@ def test_the_limits_are_those_of_the_coarser_dtype():
         in_16.bounds["mean"],
         2.0,
     )
+
+
+def test_a_cache_of_eight_bits_is_coarser_than_any_dtype():
+    found = limits("float32", cache="fp8_e4m3")
+    assert found == limits("bfloat16", "float16", cache="fp8_e4m3")
+    assert found.largest is None and found.coarse and found.trend == IN_BF16.trend
+    assert found.bounds == {name: pytest.approx(4 * x) for name, x in IN_BF16.bounds.items()}
 
 
 VERSIONS = (3, 5)  # of the weights that sampled the tokens, one after the other in every response

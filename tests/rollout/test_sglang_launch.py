@@ -379,7 +379,7 @@ def test_what_a_cpu_cannot_do_is_refused_by_name(asked, where, message):
     with pytest.raises(ConfigError, match=message) as error:
         check_servers(config(device="cpu", **asked), SHAPE)
     assert error.value.where == where
-    check_servers(config(device="cpu", tensor_parallel=2), SHAPE)
+    check_servers(config(device="cpu", tensor_parallel=2, kv_cache_dtype="fp8_e4m3"), SHAPE)
 
 
 def test_rows_are_copied_between_the_tokens_of_a_group_and_those_of_all():
@@ -394,7 +394,7 @@ def test_rows_are_copied_between_the_tokens_of_a_group_and_those_of_all():
     assert torch.equal(short, own[:2])
 
 
-def test_latent_attention_is_for_gpus() -> None:
+def test_latent_attention_is_for_gpus_and_for_sixteen_bits() -> None:
     latent = replace(SHAPE, family="deepseek_v3", kv_heads=4, latent=Latent(16, 16, 16, 8, 16))
     with pytest.raises(
         ConfigError, match=r"attention for CPUs \(torch_native\) cannot compute latent"
@@ -402,6 +402,13 @@ def test_latent_attention_is_for_gpus() -> None:
         check_servers(config(device="cpu"), latent)
     assert error.value.where == "model.path"
     check_servers(config(device="cuda"), latent)
+    with pytest.raises(ConfigError, match="in 8 bits, the cache of latent attention") as error:
+        check_servers(config(device="cuda", kv_cache_dtype="fp8_e4m3"), latent)
+    assert error.value.where == "sglang.kv_cache_dtype"
+    attached = config(python=None, urls=["http://localhost:1"], kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(ConfigError, match="in 8 bits, the cache of latent attention"):
+        check_servers(attached, latent)
+    check_servers(attached, SHAPE)
 
 
 def test_experts_of_a_rank_alone_are_for_gpus():
@@ -555,6 +562,7 @@ def test_every_setting_of_a_servers_start_is_among_those():
         "urls",
         "router",
         "dtype",
+        "kv_cache_dtype",
         "sync",
         "sync_folder",
         "colocated",
@@ -598,28 +606,71 @@ def test_a_cache_is_as_large_as_the_device_wants():
     assert tokens(device="cpu", cache_tokens=70) == tokens(device="cuda", cache_tokens=70) == 70
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--quantization=fp8",
-        "--quantization=w8a8_int8",
-        "--kv-cache-dtype=fp8_e5m2",
-        "--kv_cache_dtype=fp8_e4m3",
-    ],
-)
-def test_eight_bits_are_refused_until_they_have_limits(flag):
-    name, value = flag[2:].split("=")
-    for given in ([flag], [f"--{name}", value]):
+@pytest.mark.parametrize("value", ["fp8", "w8a8_int8"])
+def test_weights_in_eight_bits_are_refused_until_they_have_limits(value):
+    for given in ([f"--quantization={value}"], ["--quantization", value]):
         with pytest.raises(
             ConfigError,
-            match=r"sglang\.flags.* are refused: agreement of engine and trainer has no",
+            match=rf"sglang\.flags.* quantization {value} are refused: agreement of engine and",
         ):
             check_servers(config(device="cuda", flags=["--page-size=16", *given]), SHAPE)
-    with pytest.raises(ConfigError, match="for 8 bits"):
-        check_precision({name.replace("-", "_"): value}, "http://localhost:1")
+    with pytest.raises(ConfigError, match="for 8-bit weights"):
+        check_precision({"quantization": value}, "http://localhost:1")
     check_precision(
         {"quantization": None, "kv_cache_dtype": "auto", "page_size": 16}, "http://localhost:1"
     )
+
+
+@pytest.mark.parametrize(
+    ("flag", "fix"),
+    [
+        ("--kv-cache-dtype=fp8_e4m3", "set sglang.kv_cache_dtype=fp8_e4m3, without the flag"),
+        ("--kv_cache_dtype=fp8_e5m2", "the only 8-bit cache that is supported is fp8_e4m3"),
+    ],
+)
+def test_a_cache_of_eight_bits_is_a_setting_and_no_flag(flag, fix):
+    """The setting determines the limits of agreement."""
+    for given in ([flag], flag.split("=")):
+        with pytest.raises(ConfigError, match=re.escape("sglang.kv_cache_dtype is null")) as error:
+            check_servers(config(device="cuda", flags=["--page-size=16", *given]), SHAPE)
+        assert error.value.where == "sglang.flags"
+        assert fix in str(error.value)
+    check_precision({"kv-cache-dtype": "bfloat16"}, "sglang.flags")
+
+
+def test_a_running_server_has_the_cache_that_the_run_expects():
+    url = "http://localhost:1"
+    for held, asked, fix in (
+        ("fp8_e4m3", None, "set sglang.kv_cache_dtype=fp8_e4m3"),
+        ("auto", "fp8_e4m3", "start it with --kv-cache-dtype=fp8_e4m3"),
+        ("mxfp8", "fp8_e4m3", "the only 8-bit cache"),
+    ):
+        with pytest.raises(ConfigError, match=f"limits of agreement.*\n.*{fix}") as error:
+            check_precision({"kv_cache_dtype": held}, url, asked)
+        assert error.value.where == url
+    check_precision({"kv_cache_dtype": "fp8_e4m3"}, url, "fp8_e4m3")
+
+
+def test_eight_bits_of_cache_hold_twice_as_many_tokens():
+    options = server_options(config(**ON_GPUS, kv_cache_dtype="fp8_e4m3"))
+    words = options.arguments(30_001)
+    assert words[words.index("--kv-cache-dtype") + 1] == "fp8_e4m3"
+    assert "--kv-cache-dtype" not in server_options(config(**ON_GPUS)).arguments(30_001)
+    whole = server_memory(config(**ON_GPUS), SHAPE, 10**9)
+    half = server_memory(config(**ON_GPUS, kv_cache_dtype="fp8_e4m3"), SHAPE, 10**9)
+    assert (half.token, half.cache, half.weights) == (whole.token / 2, whole.cache, whole.weights)
+    wide = {**ON_GPUS, "dtype": "float32", "kv_cache_dtype": "fp8_e4m3"}
+    assert server_memory(config(**wide), SHAPE, 10**9).token == half.token
+
+
+def test_flash_attention_over_eight_bits_answers_in_bfloat16():
+    """Its hopper/flash_api.cpp does so for FP8 queries, to which SGLang 0.5.23 rounds."""
+    half = {"device": "cuda", "dtype": "float16", "kv_cache_dtype": "fp8_e4m3"}
+    with pytest.raises(ConfigError, match="servers in float16 with a cache of fp8_e4m3") as error:
+        check_servers(config(**half, python=sys.executable), SHAPE)
+    assert error.value.where == "sglang.kv_cache_dtype"
+    for allowed in ({"attention_backend": "triton"}, {"dtype": "bfloat16"}, {"device": "cpu"}):
+        check_servers(config(**{**half, **allowed}, python=sys.executable), SHAPE)
 
 
 NGRAM = "--speculative-algorithm=NGRAM"

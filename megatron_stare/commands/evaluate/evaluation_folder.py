@@ -101,6 +101,8 @@ class EvaluationFolder:
                 )
             return now
         before = self._read(EVALUATION)
+        # files of earlier releases, whose servers had no other cache
+        before.setdefault("engine", {}).setdefault("kv_cache_dtype", None)
         added = {
             name: task for name, task in now["tasks"].items() if name not in before.get("tasks", {})
         }

@@ -112,6 +112,7 @@ class Opened:
             "engine": {
                 "name": config.rollout.engine.written(),
                 "dtype": config.sglang.dtype or config.model.dtype,
+                "kv_cache_dtype": config.sglang.kv_cache_dtype,
             },
             "tasks": {name: _what(evaluation) for name, evaluation in self.evaluations.items()},
         }

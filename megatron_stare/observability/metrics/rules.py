@@ -41,9 +41,14 @@ TRUNCATED_SHARE = 0.2
 # different model: stale or misplaced weights, other sampling settings, a mask. Not checked in 16
 # bits, where bfloat16 tokens differ by tenths without a fault.
 LOGPROB_DIFF = 1e-3
-# Nats up to which engine and trainer agree, however small their earlier difference; by the model's
-# dtype.
-LEAST_AGREEMENT = {"float32": LOGPROB_DIFF, "bfloat16": TREND_MEAN, "float16": 1e-3}
+# Nats up to which engine and trainer agree, however small their earlier difference; by the coarsest
+# dtype of both, coarsest first.
+LEAST_AGREEMENT = {
+    "fp8_e4m3": 4 * TREND_MEAN,
+    "bfloat16": TREND_MEAN,
+    "float16": 1e-3,
+    "float32": LOGPROB_DIFF,
+}
 # Share of groups without a learning signal: above it, a step costs as much but learns from a tenth
 # of its batch.
 DEGENERATE_SHARE = 0.9
@@ -82,7 +87,7 @@ class Rule:
         has no such metric, `flag` is "". The driver tests the rule's condition and logs this
         metric. The class `Watch` raises the alert according to this metric, and does not test the
         rule's condition a second time.
-    `dtype`: dtype that the trained model must have for the rule to apply, or "" if any dtype will
+    `dtype`: `coarsest_dtype` that a run must have for the rule to apply, or "" if any dtype will
         do.
     `sampled`: True if the rule applies only to runs that sample their responses.
     """
@@ -265,12 +270,22 @@ _TABLE = (
 RULES = {rule.name: rule for rule in _TABLE}
 
 
+def coarsest_dtype(setting: Callable[[str], Any]) -> str:
+    """Returns the coarsest dtype in which trainer or engines compute, or store keys and values.
+
+    Args:
+        setting: returns the value of a setting, given its full name.
+    """
+    given = map(setting, ("model.dtype", "sglang.dtype", "sglang.kv_cache_dtype"))
+    return min(filter(None, given), key=list(LEAST_AGREEMENT).index, default="float32")
+
+
 class Watch:
     """Begins and ends the alerts of a run, according to the metrics of the run's steps.
 
     Args:
-        dtype: dtype of the trained model. The dtype determines how closely engine and trainer
-            should agree.
+        dtype: see `coarsest_dtype`. The dtype determines how closely engine and trainer should
+            agree.
         sampled: whether the run samples its responses.
     """
 

@@ -187,9 +187,10 @@ def canary_verdict(
         not _first_position(worst).not_numbers
         and limits.size(_first_position(worst)) <= limits.same
     ):
+        cache = f", or keys are too large for a cache of {limits.cache}" if limits.cache else ""
         return (
-            "positions are to blame (RoPE's base or scaling, or the attention mask): the first"
-            " position, which attends to nothing else, agrees, later ones do not"
+            f"positions are to blame (RoPE's base or scaling, or the attention mask){cache}: the"
+            " first position, which attends to nothing else, agrees, later ones do not"
         )
     if not worst.longest.not_numbers and limits.size(worst.longest) <= limits.same:
         return (

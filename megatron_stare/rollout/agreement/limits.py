@@ -1,9 +1,9 @@
 """Sets limits on the difference between the log-probs of engine and trainer, for each compute
 dtype. Pure.
 
-In float32, the limit applies to the largest difference of a token. In 16-bit dtypes, limits apply
-to the mean difference, to high quantiles, and to the growth of the mean over a run
-(observability/metrics/rules.py).
+In float32, the limit applies to the largest difference of a token. In 16-bit dtypes, and if servers
+store keys and values in 8 bits, limits apply to the mean difference, to high quantiles, and to the
+growth of the mean over a run (observability/metrics/rules.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 # Limit on the largest difference of a token, nats; 16-bit dtypes have BOUNDS instead.
 LARGEST = {"float32": 1e-3}
-# Nats. Limits of a 16-bit run; measured and explained in docs/diagnostics.md. float16's are about
-# an eighth of bfloat16's, whose rounding is eight times coarser.
+# Nats. Limits of a run in 16 bits, or with an 8-bit key/value cache of its servers, coarsest first;
+# measured and explained in docs/diagnostics.md. float16's are about an eighth of bfloat16's, whose
+# rounding is eight times coarser.
 BOUNDS = {
+    "fp8_e4m3": {"mean": 0.1, "p99": 0.8, "p999": 4.0},
     "bfloat16": {"mean": 0.025, "p99": 0.2, "p999": 1.0},
     "float16": {"mean": 0.003, "p99": 0.025, "p999": 0.125},
 }
@@ -45,30 +47,37 @@ class Limits:
     `bounds`: limits on the mean and on high quantiles of the differences, by name; empty in
         float32.
     `trend`: limit on the growth of the mean difference over a run.
+    `cache`: dtype of the servers' key/value cache, if it has 8 bits. Names a likely cause.
     """
 
     largest: float | None
     bounds: Mapping[str, float] = field(default_factory=dict)
     trend: float | None = None
+    cache: str | None = None
 
     @classmethod
     def of(cls, config: Config) -> Limits:
         """Returns the configured limits. If a limit is not configured, its default depends on the
-        coarser of the trainer's dtype and the engines' dtype."""
+        coarsest of three dtypes: the trainer's, the engines', and that of the engines' cache."""
         asked, own = config.agreement, config.sglang.agreement_limit
-        dtypes = {config.model.dtype, config.sglang.dtype or config.model.dtype}
+        dtypes = {
+            config.model.dtype,
+            config.sglang.dtype or config.model.dtype,
+            config.sglang.kv_cache_dtype,
+        }
         coarsest = next((dtype for dtype in BOUNDS if dtype in dtypes), None)
         if coarsest is None:
             return cls(LARGEST["float32"] if own is None else own)
         bounds = {name: getattr(asked, name) or bound for name, bound in BOUNDS[coarsest].items()}
-        return cls(own, bounds, asked.trend)
+        return cls(own, bounds, asked.trend, config.sglang.kv_cache_dtype)
 
     def lifted(self) -> Limits:
         """Returns limits that allow every number, but not NaN. The differences are still logged."""
         return Limits(math.inf, dict.fromkeys(self.bounds, math.inf))
 
     @property
-    def in_16_bits(self) -> bool:
+    def coarse(self) -> bool:
+        """Returns True if the limits apply to the mean and to quantiles, as in 16 bits."""
         return bool(self.bounds)
 
     def passed(self, difference: LogProbDifference) -> str:
@@ -89,9 +98,7 @@ class Limits:
             else difference.everywhere
         )
         mean = math.nan if difference.everywhere.not_numbers else judged.mean
-        return self._words(
-            difference.largest, {"mean": mean} if self.in_16_bits else {}, CANARY_ROOM
-        )
+        return self._words(difference.largest, {"mean": mean} if self.coarse else {}, CANARY_ROOM)
 
     def _words(self, largest: float, found: Mapping[str, float], room: float = 1.0) -> str:
         over = []
@@ -110,7 +117,7 @@ class Limits:
         """Summarises the log-prob differences of a subset of tokens by one number, in nats. If the
         compute dtype has 16 bits, `size` returns the mean difference. If the compute dtype is
         float32, `size` returns the largest difference. NaN is ignored."""
-        return part.mean_number if self.in_16_bits else part.largest_number
+        return part.mean_number if self.coarse else part.largest_number
 
     @property
     def same(self) -> float:
@@ -120,18 +127,18 @@ class Limits:
         threshold is a tenth of the limit for a single token. In 16-bit dtypes, the threshold is as
         large as the limit on the mean difference. A tenth of that limit would be too small in
         16-bit dtypes, because rounding alone causes mean differences above a tenth of the limit."""
-        return self.wrong if self.in_16_bits else _AGREES * self.wrong
+        return self.wrong if self.coarse else _AGREES * self.wrong
 
     @property
     def rounding(self) -> float:
         """Threshold, in nats, for differences that rounding alone can cause. If rounding is the
         only cause of differences, at least 99 % of the tokens have log-prob differences below this
         threshold."""
-        return self.bounds["p99"] if self.in_16_bits else self.same
+        return self.bounds["p99"] if self.coarse else self.same
 
     @property
     def wrong(self) -> float:
         """Limit on the number that the method `size` returns. If `size` returns a number above this
         limit for a subset of tokens, engine and trainer count as having different log-probs for
         this subset."""
-        return self.bounds["mean"] if self.largest is None or self.in_16_bits else self.largest
+        return self.bounds["mean"] if self.largest is None or self.coarse else self.largest

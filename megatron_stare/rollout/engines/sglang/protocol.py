@@ -27,6 +27,8 @@ from megatron_stare.rollout.engines.sampling import absorb, row_keys
 SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 # an entry of output_token_logprobs is (nats, token id, text or null)
 _LOG_PROB, _ID = itemgetter(0), itemgetter(1)
+KV_CACHE = "fp8_e4m3"  # the 8-bit dtype of sglang.kv_cache_dtype
+_UNROUNDED = ("auto", "bf16", "bfloat16")  # key/value caches without limits of their own
 NO_VERSION = "none"  # version at the start of a server: weights of no training step
 
 
@@ -61,24 +63,47 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
             )
 
 
-def check_precision(arguments: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError if a server uses 8-bit quantization or an 8-bit key/value cache. The
-    normal log-prob difference between an 8-bit server and the trainer is unknown. Rounding errors
-    could therefore not be distinguished from wrong weights.
+def check_precision(
+    arguments: Mapping[str, Any], where: str, kv_cache_dtype: str | None = None
+) -> None:
+    """Raises ConfigError if a server uses 8-bit quantization of weights, or a key/value cache of
+    fewer than 16 bits that the run does not expect. The normal log-prob difference between a server
+    with 8-bit weights and the trainer is unknown. Rounding errors could therefore not be
+    distinguished from wrong weights.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain
             dashes or underscores.
+        kv_cache_dtype: the setting `sglang.kv_cache_dtype`, which determines the limits of the
+            log-prob difference.
     """
-    for name in ("quantization", "kv_cache_dtype"):
-        value = str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
-        if "fp8" in value or "int8" in value:
-            raise ConfigError(
-                f"rollouts with {name.replace('_', '-')} {value} are refused: agreement of engine"
-                " and trainer has no limits for 8 bits",
-                where=where,
-                fix="leave it out; 16 bits are the fewest that are watched",
-            )
+    quantized, cache = (
+        str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
+        for name in ("quantization", "kv_cache_dtype")
+    )
+    if "fp8" in quantized or "int8" in quantized:
+        raise ConfigError(
+            f"rollouts with quantization {quantized} are refused: agreement of engine and trainer"
+            " has no limits for 8-bit weights",
+            where=where,
+            fix="leave it out; sglang.kv_cache_dtype stores keys and values in 8 bits",
+        )
+    if cache in _UNROUNDED:
+        cache = ""
+    if cache != (kv_cache_dtype or ""):
+        held = f"of dtype {cache}" if cache else "in the dtype of its activations"
+        raise ConfigError(
+            f"the server's key/value cache is {held}, and sglang.kv_cache_dtype is"
+            f" {kv_cache_dtype or 'null'}, which determines the limits of agreement",
+            where=where,
+            fix=(
+                f"set sglang.kv_cache_dtype={cache}, without the flag for servers of the run"
+                if cache == KV_CACHE
+                else f"the only 8-bit cache that is supported is {KV_CACHE}"
+                if cache
+                else f"start it with --kv-cache-dtype={kv_cache_dtype}, or set it to null"
+            ),
+        )
 
 
 def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> None:

@@ -104,6 +104,7 @@ class SGLangReplica(Replica):
                 self._place,
                 config.faults.engines.probe_s,
                 sum(config.expected_lengths),
+                config.sglang.kv_cache_dtype,
             )
             stack.pop_all()  # from here on the engine owns these
             return engine
@@ -197,6 +198,13 @@ class SGLangReplica(Replica):
 
 def check_servers(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for configuration errors that can be found without starting a server."""
+    if config.sglang.kv_cache_dtype and shape.latent:
+        raise ConfigError(
+            "in 8 bits, the cache of latent attention has a layout of its own, which was never"
+            " compared with the trainer",
+            where="sglang.kv_cache_dtype",
+            fix="set it to null",
+        )
     if config.sglang.urls:
         check_lengths(config, shape)
         check_attached(config)
@@ -267,6 +275,7 @@ def server_options(
         cache_tokens=asked.cache_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
         seeds=asked.seeds,
         start_timeout_s=asked.start_timeout_s,
+        kv_cache_dtype=asked.kv_cache_dtype,
         host=asked.host or address,
         address=address if asked.host in (None, EVERYWHERE) else asked.host,
         tensor=asked.tensor_parallel,
@@ -310,7 +319,7 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
     `sglang.memory_fraction` of the GPU's memory. The cache takes the memory that the weights leave
     free within `sglang.memory_fraction`. If `sglang.cache_tokens` is set, the cache takes at most
     the memory for `sglang.cache_tokens` tokens."""
-    asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
+    asked, size = config.sglang, DTYPES[served_dtype(config)].itemsize
     layout = ServerLayout(
         "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel
     )
@@ -321,7 +330,8 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
     # with fewer heads than ranks, several ranks share a head
     heads = max(-(-shape.kv_heads // layout.group), 1)
     # every rank holds the full latent
-    token = shape.layers * (shape.cached if shape.latent else 2 * heads * shape.head_dim) * size
+    token = shape.layers * (shape.cached if shape.latent else 2 * heads * shape.head_dim)
+    token *= 1 if asked.kv_cache_dtype else size
     room = max(int((asked.memory_fraction or ASSUMED_FRACTION) * capacity) - weights, 0)
     if asked.cache_tokens is not None and asked.cache_tokens * token <= room:
         return ServedMemory(

@@ -21,7 +21,7 @@ from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION, 
 from megatron_stare.rollout.engines.sglang.transport import on_loopback
 
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # key of servers that the run attaches to
-# settings for starting servers; not sglang.dtype, which also applies to attached servers
+# settings for starting servers; not dtype and kv_cache_dtype, which also apply to attached servers
 LAUNCH_SETTINGS = (
     *(
         "host",
@@ -133,6 +133,18 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
             f"there is no Python at {options.python}",
             where="sglang.python",
             fix="bash scripts/setup_sglang.sh builds SGLang's environment",
+        )
+    if (
+        options.device == "cuda"
+        and options.kv_cache_dtype
+        and options.dtype != "bfloat16"
+        and options.attention_backend is None
+    ):
+        raise ConfigError(
+            f"servers in {options.dtype} with a cache of {options.kv_cache_dtype} do not start:"
+            " FlashAttention, SGLang's choice on H100, answers in bfloat16",
+            where="sglang.kv_cache_dtype",
+            fix="set sglang.dtype=bfloat16, or name an attention backend",
         )
     flags = _by_name(options.flags)
     check_precision(flags, "sglang.flags")

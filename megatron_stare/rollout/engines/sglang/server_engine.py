@@ -189,6 +189,7 @@ class SGLangEngine(ServedEngine):
         place: Place | None = None,
         probe_s: float = PROBE_S,
         request_tokens: float = 1.0,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         config = read_model_config(model_path)
         self._shape = family_named(config.model_type, model_path).shape(config.to_dict())
@@ -213,7 +214,7 @@ class SGLangEngine(ServedEngine):
         info = self._at_first(client.server_info)
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
-        check_precision(info, client.url)
+        check_precision(info, client.url, kv_cache_dtype)
         check_speculation(info, str(info["device"]), client.url)
         layout = ServerLayout.of(info, client.url)
         layout.require_family(self._shape, client.url)

@@ -50,6 +50,7 @@ class ServerOptions:
     cache_tokens: int | None  # capacity of the key/value cache
     seeds: bool
     start_timeout_s: float
+    kv_cache_dtype: str | None = None  # None: dtype of the activations
     host: str = LOOPBACK  # address on which the server listens
     address: str = LOOPBACK  # address at which clients reach it
     tensor: int = 1
@@ -112,6 +113,7 @@ class ServerOptions:
             "host": self.host,
             "port": port,
             "dtype": self.dtype,
+            "kv-cache-dtype": self.kv_cache_dtype,
             "device": self.device,
             "tp-size": self.tensor,
             "ep-size": self.expert if self.expert > 1 else None,
