@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_stare.observability.metrics.planned import Planned, planned_and_measured
-from megatron_stare.observability.metrics.rules import Watch, coarsest_dtype
+from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.sink import Alert
 from megatron_stare.observability.terminal.progress import RemainingTime
 from megatron_stare.process.recovery import RESTARTS_FILE
@@ -231,7 +231,7 @@ def _evaluations(run: RunRecord) -> list[Evaluation]:
 def _alerts(run: RunRecord) -> list[Alert]:
     """Returns the active alerts. Computes the alerts again from the stored metrics, because a run
     does not store its alerts."""
-    watch = Watch(coarsest_dtype(run.setting), sampled=not run.supervised)
+    watch = Watch(run.coarsest_dtype, sampled=not run.supervised)
     for row in run.metrics:
         metrics: dict[str, Any] = {key: value for key, value in row.items() if key != "step"}
         watch.add(int(row["step"]), metrics)

@@ -341,6 +341,19 @@ class SGLangConfig(Section):
     )
 
 
+_COARSEST_FIRST = ("fp8_e4m3", "bfloat16", "float16", "float32")
+
+
+def coarsest_dtype(*dtypes: str | None) -> str:
+    """Returns the coarsest of the dtypes in which trainer and engines compute, and in which servers
+    store keys and values. The coarsest dtype determines how closely engine and trainer agree.
+
+    Args:
+        dtypes: values of model.dtype, sglang.dtype and sglang.kv_cache_dtype; None is ignored.
+    """
+    return min(filter(None, dtypes), key=_COARSEST_FIRST.index, default="float32")
+
+
 class AgreementConfig(Section):
     """Limits, in nats, on the absolute difference between the engines' and the trainer's log-probs
     of sampled tokens. The limits apply if the engines or the trainer compute in 16 bits, or if

@@ -21,6 +21,7 @@ from megatron_stare.config.rollout_sections import (
     RewardConfig,
     RolloutConfig,
     SGLangConfig,
+    coarsest_dtype,
 )
 from megatron_stare.config.section import Section
 from megatron_stare.config.training_sections import (
@@ -370,6 +371,11 @@ class Config(Section):
         """True if the run learns from given responses, without engines, verifiers and
         evaluations."""
         return self.algorithm.supervised
+
+    @property
+    def coarsest_dtype(self) -> str:
+        """See the function `coarsest_dtype`."""
+        return coarsest_dtype(self.model.dtype, self.sglang.dtype, self.sglang.kv_cache_dtype)
 
     @property
     def skips_log_prob_pass(self) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 
@@ -38,7 +37,6 @@ from megatron_stare.driver.training_source import TrainingSource
 from megatron_stare.errors import RollBack
 from megatron_stare.hangs.driver_side import BlackBox
 from megatron_stare.observability.metrics.monitor import Monitor
-from megatron_stare.observability.metrics.rules import coarsest_dtype
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.planning.own_plan import ModelFlops
 from megatron_stare.planning.placement import Awaited
@@ -198,9 +196,7 @@ class Session:
         engines' log-probs with the trainer's log-probs."""
         self.agreement = AgreementWatch(self._inputs.run, self.ranks, self.engines)
         self.agreement.restore(self.monitor.resumed)
-        self.guards = Guards(
-            self.config.faults.guards, coarsest_dtype(lambda name: attrgetter(name)(self.config))
-        )
+        self.guards = Guards(self.config.faults.guards, self.config.coarsest_dtype)
         self.guards.restore(self.monitor.resumed)
         self.monitor.resumed = []
         self.colocation = Colocation(self.config, self.ranks, self.engines)

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_stare.config.formats import with_new_names
+from megatron_stare.config.rollout_sections import coarsest_dtype
 from megatron_stare.errors import DataError
 from megatron_stare.run_dir.json_lines import Record, read_jsonl
 
@@ -57,6 +58,12 @@ class RunRecord:
         return any("loss/policy" in row for row in self.metrics) and not any(
             "reward/mean" in row for row in self.metrics
         )
+
+    @property
+    def coarsest_dtype(self) -> str:
+        """See the function `coarsest_dtype`."""
+        names = ("model.dtype", "sglang.dtype", "sglang.kv_cache_dtype")
+        return coarsest_dtype(*map(self.setting, names))
 
     def setting(self, dotted: str) -> Any:
         """Returns the configuration's value for a dotted key, or None if the key is absent."""

@@ -415,3 +415,15 @@ def test_a_users_own_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_page_shows_the_file() -> None:
     source = (ROOT / "tests/observability/my_sink.py").read_text()
     assert f"```python\n{source}```" in (ROOT / "docs/sinks.md").read_text()
+
+
+@pytest.mark.parametrize("cache", [None, "fp8_e4m3"])
+def test_a_difference_that_eight_bits_make_is_no_alert(tmp_path: Path, cache: str | None) -> None:
+    calls: list[Any] = []
+    served = ("rollout.engine=sglang", f"sglang.kv_cache_dtype={cache or 'null'}")
+    monitor = Monitor({"seen": Recorder(calls)}, RunOutline(tmp_path, settings(*served)))
+    monitor.start()
+    log(monitor, 1, **{"rollout/logprob_diff_max": 0.8})
+    monitor.close()
+    alerts = [alert.name for call in calls if call[0] == "alerts" for alert in call[1]]
+    assert alerts == ([] if cache else ["engine and trainer differ"])

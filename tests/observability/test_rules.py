@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_stare.config.rollout_sections import coarsest_dtype
 from megatron_stare.observability.metrics.conditions import Spike, Window
-from megatron_stare.observability.metrics.rules import QUIET_STEPS, RULES, Watch, coarsest_dtype
+from megatron_stare.observability.metrics.rules import LEAST_AGREEMENT, QUIET_STEPS, RULES, Watch
 
 HEALTHY = {
     "entropy/mean": 0.1,
@@ -143,14 +144,11 @@ def test_a_spike_needs_a_history_and_zero_is_none():
 
 
 def test_the_coarsest_dtype_of_both_sides_decides():
-    def found(**settings: str | None) -> str:
-        named = {name.replace("__", "."): value for name, value in settings.items()}
-        return coarsest_dtype(named.get)
-
-    assert found() == found(model__dtype="float32", sglang__dtype=None) == "float32"
-    assert found(model__dtype="float32", sglang__dtype="float16") == "float16"
-    assert found(model__dtype="bfloat16", sglang__dtype="float16") == "bfloat16"
-    assert found(model__dtype="bfloat16", sglang__kv_cache_dtype="fp8_e4m3") == "fp8_e4m3"
+    assert coarsest_dtype() == coarsest_dtype("float32", None, None) == "float32"
+    assert coarsest_dtype("float32", "float16", None) == "float16"
+    assert coarsest_dtype("bfloat16", "float16", None) == "bfloat16"
+    assert coarsest_dtype("bfloat16", None, "fp8_e4m3") == "fp8_e4m3"
+    assert LEAST_AGREEMENT.keys() == {"fp8_e4m3", "bfloat16", "float16", "float32"}
 
 
 def test_bfloat16_differs_by_more_and_may():

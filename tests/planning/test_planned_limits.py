@@ -150,16 +150,19 @@ def test_without_the_black_box_no_phase_has_to_get_on() -> None:
     ]
 
 
+ONE_SERVER = (
+    "recipes/short_cot_qwen2.5_math_7b",
+    "sglang.tensor_parallel=1",
+    "rollout.engines=1",
+    "rollout.max_new_tokens=1000",
+    "batch.generate_prompts=null",
+)
+
+
 def test_the_time_of_a_request_by_hand() -> None:
     """A server of one GPU has a cache for ten requests, each of 100 and 300 tokens. Its token step
     reads all weights and ten caches of 250 tokens, which takes longer than their products."""
-    run = of(
-        "recipes/short_cot_qwen2.5_math_7b",
-        "sglang.tensor_parallel=1",
-        "rollout.engines=1",
-        "rollout.max_new_tokens=1000",
-        "batch.generate_prompts=null",
-    )
+    run = of(*ONE_SERVER)
     shape, gpu, rates = (
         run.shape,
         GPUS[GPU],
@@ -211,11 +214,7 @@ def test_the_time_of_a_round_by_hand() -> None:
     and each token step reads ten caches, which hold half of a round's tokens less than at its
     end."""
     run = of(
-        "recipes/short_cot_qwen2.5_math_7b",
-        "sglang.tensor_parallel=1",
-        "rollout.engines=1",
-        "rollout.max_new_tokens=1000",
-        "batch.generate_prompts=null",
+        *ONE_SERVER,
         "rollout.staleness=null",
         "partial.tokens=200",
         "algorithm.correction={mode: truncate}",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.own_metrics import WHERE as OWN
 from megatron_stare.observability.metrics.own_metrics import OwnMetric, measure
 from megatron_stare.observability.metrics.reflections import reflections, selected_reflections
-from megatron_stare.observability.metrics.rules import Watch, coarsest_dtype
+from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.metrics.step_metrics import Stopwatch, step_metrics
 from megatron_stare.observability.sink import WHERE, RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -50,8 +49,7 @@ class Monitor:
         self._run = run
         self._open: dict[str, Sink] = {}
         self._failed: set[str] = set()
-        dtype = coarsest_dtype(lambda name: attrgetter(name)(run.config))
-        self._watch = Watch(dtype, sampled=not run.config.supervised)
+        self._watch = Watch(run.config.coarsest_dtype, sampled=not run.config.supervised)
         self._stopwatch = Stopwatch(self._shown)
         # metrics that do not come from the trainer, read when a step is logged
         self.gauges: list[Gauge] = []

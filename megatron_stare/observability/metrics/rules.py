@@ -41,8 +41,8 @@ TRUNCATED_SHARE = 0.2
 # different model: stale or misplaced weights, other sampling settings, a mask. Not checked in 16
 # bits, where bfloat16 tokens differ by tenths without a fault.
 LOGPROB_DIFF = 1e-3
-# Nats up to which engine and trainer agree, however small their earlier difference; by the coarsest
-# dtype of both, coarsest first.
+# Nats up to which engine and trainer agree, however small their earlier difference; by
+# `coarsest_dtype`.
 LEAST_AGREEMENT = {
     "fp8_e4m3": 4 * TREND_MEAN,
     "bfloat16": TREND_MEAN,
@@ -268,16 +268,6 @@ _TABLE = (
     ),
 )
 RULES = {rule.name: rule for rule in _TABLE}
-
-
-def coarsest_dtype(setting: Callable[[str], Any]) -> str:
-    """Returns the coarsest dtype in which trainer or engines compute, or store keys and values.
-
-    Args:
-        setting: returns the value of a setting, given its full name.
-    """
-    given = map(setting, ("model.dtype", "sglang.dtype", "sglang.kv_cache_dtype"))
-    return min(filter(None, given), key=list(LEAST_AGREEMENT).index, default="float32")
 
 
 class Watch:

@@ -20,7 +20,7 @@ from megatron_stare.observability.metrics.paired import (
     on_target,
     summary,
 )
-from megatron_stare.observability.metrics.rules import RULES, Watch, coarsest_dtype
+from megatron_stare.observability.metrics.rules import RULES, Watch
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.observability.sink import Alert
 from megatron_stare.run_dir.liveness import liveness
@@ -83,7 +83,7 @@ class Problem:
 
 def problems(run: RunRecord) -> list[Problem]:
     """Returns the alerts that a run's steps raise, most serious first."""
-    watch = Watch(coarsest_dtype(run.setting), sampled=not run.supervised)
+    watch = Watch(run.coarsest_dtype, sampled=not run.supervised)
     spells: dict[str, list[Alert]] = {}
     for row in run.metrics:
         figures = {key: value for key, value in row.items() if key != "step"}

@@ -17,7 +17,7 @@ from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 # Limit on the largest difference of a token, nats; 16-bit dtypes have BOUNDS instead.
 LARGEST = {"float32": 1e-3}
-# Nats. Limits of a run in 16 bits, or with an 8-bit key/value cache of its servers, coarsest first;
+# Nats. Limits of a run in 16 bits, or with an 8-bit key/value cache of its servers;
 # measured and explained in docs/diagnostics.md. float16's are about an eighth of bfloat16's, whose
 # rounding is eight times coarser.
 BOUNDS = {
@@ -60,15 +60,10 @@ class Limits:
         """Returns the configured limits. If a limit is not configured, its default depends on the
         coarsest of three dtypes: the trainer's, the engines', and that of the engines' cache."""
         asked, own = config.agreement, config.sglang.agreement_limit
-        dtypes = {
-            config.model.dtype,
-            config.sglang.dtype or config.model.dtype,
-            config.sglang.kv_cache_dtype,
-        }
-        coarsest = next((dtype for dtype in BOUNDS if dtype in dtypes), None)
-        if coarsest is None:
+        if config.coarsest_dtype not in BOUNDS:
             return cls(LARGEST["float32"] if own is None else own)
-        bounds = {name: getattr(asked, name) or bound for name, bound in BOUNDS[coarsest].items()}
+        default = BOUNDS[config.coarsest_dtype]
+        bounds = {name: getattr(asked, name) or bound for name, bound in default.items()}
         return cls(own, bounds, asked.trend, config.sglang.kv_cache_dtype)
 
     def lifted(self) -> Limits:
@@ -115,8 +110,8 @@ class Limits:
 
     def size(self, part: Sizes) -> float:
         """Summarises the log-prob differences of a subset of tokens by one number, in nats. If the
-        compute dtype has 16 bits, `size` returns the mean difference. If the compute dtype is
-        float32, `size` returns the largest difference. NaN is ignored."""
+        limits are `coarse`, `size` returns the mean difference, otherwise the largest difference.
+        NaN is ignored."""
         return part.mean_number if self.coarse else part.largest_number
 
     @property
