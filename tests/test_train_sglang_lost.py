@@ -237,12 +237,19 @@ def faulty(folder: Path, fault: str) -> str:
     return f"sglang.python={script}"
 
 
-def stopped(folder: Path, *overrides: str) -> str:
-    """Starts a run that must end without having begun and leave nothing; returns its words."""
+def stopped(folder: Path, *overrides: str, started: bool = False) -> str:
+    """Starts a run that must end without having begun, and returns its words. The run must leave
+    nothing, or, if a server was `started`, this server's log alone."""
     done = train(f"run.dir={folder / 'run'}", *SGLANG, *overrides, cwd=folder, **ALONE)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr.split("its last words")[0]
-    assert not (folder / "run").exists()
+    left = [path for path in (folder / "run").rglob("*") if path.is_file()]
+    if started:
+        (log,) = left
+        assert log.parent.name == "logs" and log.name.startswith("server_http_")
+        assert log.stat().st_size > 0
+    else:
+        assert not (folder / "run").exists()
     assert [
         p
         for p in psutil.process_iter(["cmdline"])
@@ -264,7 +271,7 @@ def test_a_port_that_somebody_else_takes_is_named(tmp_path: Path) -> None:
 def test_memory_that_does_not_suffice_is_named(tmp_path: Path) -> None:
     """SGLang's own words, of a server that is allowed next to none."""
     none = "sys.argv[sys.argv.index('--mem-fraction-static') + 1] = '1e-9'"
-    said = stopped(tmp_path, model(), faulty(tmp_path, none))
+    said = stopped(tmp_path, model(), faulty(tmp_path, none), started=True)
     assert "the server ended with" in said and "memory" in said.split("its last words")[1].lower()
 
 
@@ -274,7 +281,7 @@ def test_a_model_that_the_server_does_not_know_is_named(tmp_path: Path) -> None:
     shutil.copytree(servers.MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
-    said = stopped(tmp_path, f"model.path={folder}")
+    said = stopped(tmp_path, f"model.path={folder}", started=True)
     assert "NoSuchModel" in said
 
 
