@@ -11,6 +11,7 @@ from megatron_stare.config.schema import Config, SGLangConfig
 _OF_OTHERS = (
     "dtype",
     "kv_cache_dtype",
+    "quantization",
     "sync",
     "sync_folder",
     "seeds",

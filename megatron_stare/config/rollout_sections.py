@@ -253,6 +253,13 @@ class SGLangConfig(Section):
             " many tokens, and need algorithm.correction"
         ),
     )
+    quantization: Literal["fp8"] | None = Field(
+        None,
+        description=(
+            "storage of the servers' matrices: 8 bits in blocks of 128 x 128, as DeepSeek-V3; null:"
+            " `dtype`. 8 bits are read twice as fast, and need algorithm.correction"
+        ),
+    )
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel ranks of a server")
     expert_parallel: int = Field(
         1,
@@ -341,15 +348,18 @@ class SGLangConfig(Section):
     )
 
 
-_COARSEST_FIRST = ("fp8_e4m3", "bfloat16", "float16", "float32")
+# the settings that determine how closely engine and trainer agree
+PRECISIONS = ("model.dtype", "sglang.dtype", "sglang.kv_cache_dtype", "sglang.quantization")
+_COARSEST_FIRST = ("fp8", "fp8_e4m3", "bfloat16", "float16", "float32")
 
 
 def coarsest_dtype(*dtypes: str | None) -> str:
     """Returns the coarsest of the dtypes in which trainer and engines compute, and in which servers
-    store keys and values. The coarsest dtype determines how closely engine and trainer agree.
+    store weights, keys and values. The coarsest dtype determines how closely engine and trainer
+    agree.
 
     Args:
-        dtypes: values of model.dtype, sglang.dtype and sglang.kv_cache_dtype; None is ignored.
+        dtypes: values of the settings in PRECISIONS; None is ignored.
     """
     return min(filter(None, dtypes), key=_COARSEST_FIRST.index, default="float32")
 
@@ -357,15 +367,16 @@ def coarsest_dtype(*dtypes: str | None) -> str:
 class AgreementConfig(Section):
     """Limits, in nats, on the absolute difference between the engines' and the trainer's log-probs
     of sampled tokens. The limits apply if the engines or the trainer compute in 16 bits, or if
-    servers have an 8-bit cache. A difference above a limit stops the run. If a limit is null, its
-    default value applies, which docs/diagnostics.md explains. Otherwise, the only limit is
-    sglang.agreement_limit, which bounds the largest difference."""
+    servers have 8-bit weights or an 8-bit cache. A difference above a limit stops the run. If a
+    limit is null, its default value applies, which docs/diagnostics.md explains. Otherwise, the
+    only limit is sglang.agreement_limit, which bounds the largest difference."""
 
     mean: float | None = Field(
         None,
         gt=0,
         description=(
-            "largest mean; null: 0.025 in bfloat16, 0.003 in float16, 0.1 with an 8-bit cache"
+            "largest mean; null: 0.025 in bfloat16, 0.003 in float16, 0.1 with an 8-bit cache, 0.2"
+            " with 8-bit weights"
         ),
     )
     p99: float | None = Field(
@@ -373,14 +384,15 @@ class AgreementConfig(Section):
         gt=0,
         description=(
             "largest 99 % quantile; null: 0.2 in bfloat16, 0.025 in float16, 0.8 with an 8-bit"
-            " cache"
+            " cache, 1.6 with 8-bit weights"
         ),
     )
     p999: float | None = Field(
         None,
         gt=0,
         description=(
-            "largest 99.9 % quantile; null: 1 in bfloat16, 0.125 in float16, 4 with an 8-bit cache"
+            "largest 99.9 % quantile; null: 1 in bfloat16, 0.125 in float16, 4 with an 8-bit cache,"
+            " 8 with 8-bit weights"
         ),
     )
     trend: float = Field(

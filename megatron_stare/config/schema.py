@@ -7,6 +7,7 @@ from this module.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -14,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from megatron_stare.config.algorithm import AlgorithmConfig
 from megatron_stare.config.fault_sections import FaultsConfig
 from megatron_stare.config.rollout_sections import (
+    PRECISIONS,
     AgreementConfig,
     DataConfig,
     EvalConfig,
@@ -375,7 +377,7 @@ class Config(Section):
     @property
     def coarsest_dtype(self) -> str:
         """See the function `coarsest_dtype`."""
-        return coarsest_dtype(self.model.dtype, self.sglang.dtype, self.sglang.kv_cache_dtype)
+        return coarsest_dtype(*(attrgetter(name)(self) for name in PRECISIONS))
 
     @property
     def skips_log_prob_pass(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from megatron_stare.config.load import load_recorded, with_absolute_paths
+from megatron_stare.config.rollout_sections import PRECISIONS
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptSource
 from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
@@ -66,7 +67,7 @@ FREE_TO_CHANGE = (
     "rollout.environment.sandbox_url",
     "rollout.environment.sandbox_workers",
 )
-NOT_FREE = ("run.seed", "sglang.dtype", "sglang.kv_cache_dtype", "sglang.seeds")
+NOT_FREE = ("run.seed", "sglang.seeds", *PRECISIONS)
 # not free either if the loss depends on which tokens share a micro-batch
 _DIVISION = ("parallel.", "batch.micro_batch_tokens", "batch.packed")
 # names of the digests that are not of files

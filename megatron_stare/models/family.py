@@ -47,6 +47,10 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+# of attention and feed-forward layers
+PROJECTIONS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+
+
 @dataclass(frozen=True)
 class Served:
     """Location of a Hugging Face tensor among the parameters of an engine's server. The server's
@@ -101,6 +105,10 @@ class ModelFamily:
             "up_proj": ("gate_up_proj", 1, 2),
         }
     )
+
+    # kinds of matrices that servers can store in 8 bits (sglang.quantization); empty if this was
+    # never compared with SGLang's classes for the family
+    quantized: ClassVar[frozenset[str]] = frozenset()
 
     # True if servers support data-parallel attention for the family, as their source shows:
     # attention sharded within groups of ranks, each group with its own requests. Other families are

@@ -33,6 +33,7 @@ class Glm4Moe(Qwen3Moe):
 
     model_type = "glm4_moe"
     served_by_groups = True
+    quantized: ClassVar[frozenset[str]] = frozenset()
     rotates_parts = True
     rope_scalings: ClassVar[tuple[str, ...]] = ()
     unsupported: ClassVar[Mapping[str, str]] = {

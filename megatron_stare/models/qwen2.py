@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from megatron_stare.models.family import ModelFamily
+from megatron_stare.models.family import PROJECTIONS, ModelFamily
 
 
 class Qwen2(ModelFamily):
@@ -14,6 +14,7 @@ class Qwen2(ModelFamily):
 
     model_type = "qwen2"
     qkv_bias = True
+    quantized = PROJECTIONS
     unsupported: ClassVar[Mapping[str, str]] = {
         key: what for key, what in ModelFamily.unsupported.items() if key != "attention_bias"
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stare.models.family import ModelFamily
+from megatron_stare.models.family import PROJECTIONS, ModelFamily
 
 
 class Qwen3(ModelFamily):
@@ -12,6 +12,7 @@ class Qwen3(ModelFamily):
     model_type = "qwen3"
     qk_norm = True
     served_by_groups = True
+    quantized = PROJECTIONS
 
 
 FAMILY = Qwen3()

@@ -307,7 +307,6 @@ def rollout_seconds(
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     if not engines:
         return 0.0
-    size = BYTES[config.sglang.dtype or config.model.dtype]
     groups = ((not flow and batch.generate_prompts) or batch.prompts) / engines
     responses = groups * batch.samples_per_prompt
     growing, context = responses, lengths.prompt + lengths.response
@@ -330,7 +329,7 @@ def rollout_seconds(
     else:
         longest = max(rollout.max_new_tokens, lengths.response)
         steps = (responses - at_once) * lengths.response / at_once + longest
-    weights = steps * _read_weights(shape, at_once) * size
+    weights = steps * _read_bytes(config, shape, at_once)
     cache = responses * lengths.response * (lengths.prompt + lengths.response / 2) * token
     read = (weights / gpus + cache) / (gpu.bandwidth * of.decode_efficiency)
     prompt = body_flops(shape, lengths.prompt, 0)
@@ -375,7 +374,6 @@ def request_time(
     batch is assumed to continue a response, whose context the server reads again.
     """
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
-    size = BYTES[config.sglang.dtype or config.model.dtype]
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
     groups = (not flow and config.batch.generate_prompts) or config.batch.prompts
     growing = groups * config.batch.samples_per_prompt / engines
@@ -387,7 +385,7 @@ def request_time(
         before += flow.carried / flow.continued if flow.continued else 0.0
     at_once = _at_once(config, growing, context, served)
     token = _cached_token(config, shape, served)
-    read = _read_weights(shape, at_once) * size / gpus + at_once * (context - mean / 2) * token
+    read = _read_bytes(config, shape, at_once) / gpus + at_once * (context - mean / 2) * token
     prompt = body_flops(shape, lengths.prompt, 0)
     computed = (
         at_once
@@ -483,6 +481,16 @@ def _read_weights(shape: ModelShape, at_once: float) -> float:
     missed = (1 - shape.experts_per_token / shape.experts) ** at_once
     expert = 3 * shape.hidden * shape.expert_ffn
     return parameters(shape) - (shape.layers - shape.dense_layers) * shape.experts * expert * missed
+
+
+def _read_bytes(config: Config, shape: ModelShape, at_once: float) -> float:
+    """Returns the expected number of bytes of weights that a decoding step reads. With 8-bit
+    weights, the embedding and the output layer keep the servers' dtype."""
+    size, read = BYTES[config.sglang.dtype or config.model.dtype], _read_weights(shape, at_once)
+    if config.sglang.quantization is None:
+        return read * size
+    ends = shape.hidden * shape.vocab_size * (1 if shape.tied else 2)
+    return read - ends + ends * size
 
 
 def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:

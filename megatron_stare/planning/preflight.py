@@ -100,7 +100,7 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
     "mini-batches": lambda asked: check_updates(asked.config),
     "dynamic sampling": lambda asked: check_rounds(asked.config),
     "staleness": lambda asked: check_staleness(asked.config, asked.run.method),
-    "key/value cache": lambda asked: check_kv_cache(asked.config, asked.run.method),
+    "8 bits": lambda asked: check_eight_bits(asked.config, asked.run.method),
     "statistics": lambda asked: check_statistics(asked.config, asked.run.method),
     "head": lambda asked: check_head(asked.config, asked.run.method),
     "aggregation": lambda asked: check_aggregation(asked.config, asked.run.method),
@@ -339,22 +339,26 @@ def check_rounds(config: Config) -> None:
     )
 
 
-def check_kv_cache(config: Config, method: Method) -> None:
-    """Raises ConfigError if servers round keys and values to 8 bits, and no importance correction
-    accounts for the difference between their policy and the trainer's."""
-    cache = config.sglang.kv_cache_dtype
-    if cache is None or config.supervised or not isinstance(method, PolicyGradient):
+def check_eight_bits(config: Config, method: Method) -> None:
+    """Raises ConfigError if servers round weights, or keys and values, to 8 bits, and no importance
+    correction accounts for the difference between their policy and the trainer's."""
+    asked = config.sglang
+    if config.supervised or not isinstance(method, PolicyGradient) or method.correction is not None:
         return
-    if method.correction is None:
-        raise ConfigError(
-            f"servers with a cache of {cache} sample from another policy than the trainer's, and"
-            " nothing corrects the loss for it",
-            where="sglang.kv_cache_dtype",
-            fix=(
-                "set algorithm.correction={mode: truncate} or another of its modes, or"
-                " sglang.kv_cache_dtype=null"
-            ),
-        )
+    for setting, held in (
+        ("kv_cache_dtype", f"a cache of {asked.kv_cache_dtype}"),
+        ("quantization", f"weights of {asked.quantization}"),
+    ):
+        if getattr(asked, setting) is not None:
+            raise ConfigError(
+                f"servers with {held} sample from another policy than the trainer's, and nothing"
+                " corrects the loss for it",
+                where=f"sglang.{setting}",
+                fix=(
+                    "set algorithm.correction={mode: truncate} or another of its modes, or"
+                    f" sglang.{setting}=null"
+                ),
+            )
 
 
 def check_statistics(config: Config, method: Method) -> None:

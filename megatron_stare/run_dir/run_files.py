@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_stare.config.formats import with_new_names
-from megatron_stare.config.rollout_sections import coarsest_dtype
+from megatron_stare.config.rollout_sections import PRECISIONS, coarsest_dtype
 from megatron_stare.errors import DataError
 from megatron_stare.run_dir.json_lines import Record, read_jsonl
 
@@ -62,8 +62,7 @@ class RunRecord:
     @property
     def coarsest_dtype(self) -> str:
         """See the function `coarsest_dtype`."""
-        names = ("model.dtype", "sglang.dtype", "sglang.kv_cache_dtype")
-        return coarsest_dtype(*map(self.setting, names))
+        return coarsest_dtype(*map(self.setting, PRECISIONS))
 
     def setting(self, dotted: str) -> Any:
         """Returns the configuration's value for a dotted key, or None if the key is absent."""

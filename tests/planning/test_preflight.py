@@ -83,20 +83,26 @@ def test_every_check_of_the_module_is_in_the_list() -> None:
     assert defined - listed == {"check_run", "check_task", "check_checkpoint_of", "check_positions"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "held"),
+    [("kv_cache_dtype", "fp8_e4m3", "a cache of fp8_e4m3"), ("quantization", "fp8", "weights of")],
+)
 @pytest.mark.parametrize("algorithm", [{"name": "stare"}, {"name": "dg"}, {"name": "gspo"}])
-def test_keys_and_values_in_eight_bits_need_a_correction(algorithm: dict[str, object]) -> None:
+def test_eight_bits_need_a_correction(
+    algorithm: dict[str, object], setting: str, value: str, held: str
+) -> None:
     def check(**more: object) -> None:
         config = Config.model_validate(
             {
                 "model": {"path": "m"},
                 "rollout": {"engine": "sglang"},
-                "sglang": {"kv_cache_dtype": "fp8_e4m3"},
+                "sglang": {setting: value},
                 "algorithm": {**algorithm, **more},
             }
         )
-        preflight.check_kv_cache(config, config.algorithm.method)
+        preflight.check_eight_bits(config, config.algorithm.method)
 
-    with pytest.raises(ConfigError, match=r"cache of fp8_e4m3 .* nothing corrects") as error:
+    with pytest.raises(ConfigError, match=rf"with {held} .* nothing corrects") as error:
         check()
-    assert error.value.where == "sglang.kv_cache_dtype"
+    assert error.value.where == f"sglang.{setting}"
     check(correction={"mode": "truncate", "level": "sequence"})

@@ -4,8 +4,8 @@ a token.
 
 By `disk` through an engine that is attached to the server; then once by `tensor`, which on a GPU
 hands over memory between the PyTorch of the trainer and that of the servers, through the engine
-that started it. The canary's log-probs are held against transformers in float32, by the limits of a
-run.
+that started it. On a GPU, then a second server, which stores matrices in 8 bits, by `tensor`. The
+canary's log-probs are held against transformers in float32, by the limits of a run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 
 OTHER = "canary over its limit, of the other weights"
 TENSOR = "by tensor: canary over its limit"
-GPU_ONLY = ("device memory given back, GB",)
+EIGHT = "8-bit weights: canary over its limit"
+NOT_PROVEN = "8-bit weights: tensors that were not proven"
+GPU_ONLY = ("device memory given back, GB", EIGHT, NOT_PROVEN)
 BOUNDS: dict[str, Bound] = {
     "tensors that were not proven": ("<=", 0.0),
     # of the limit that a run ends at; between the two sets of weights it must show
@@ -47,6 +49,8 @@ BOUNDS: dict[str, Bound] = {
     OTHER: (">=", 1.0),
     "tokens answered by the second weights": (">=", 1.0),
     TENSOR: ("<=", 1.0),
+    EIGHT: ("<=", 1.0),
+    NOT_PROVEN: ("<=", 0.0),
     "device memory given back, GB": (">=", 5.0),
 }
 BUCKET = 256 * 10**6  # bytes
@@ -97,9 +101,40 @@ def run(cpu: bool) -> dict[str, Any]:
             figures[TENSOR] = apart(owner.prompt_log_probs(canary), wanted[0], cpu)
         except UserError as error:  # the other figures stand
             last, refused = 0, str(error)
+        owner.close()
+        replica.close()
+        if not cpu:
+            figures |= eight_bits(model, first, canary, wanted[0])
         figures["tensors that were not proven"] = float(unproven + again + last)
         figures["tensors"] = float(len(first))
         return {"figures": figures, "by tensor, refused": refused, "libraries": libraries(config)}
+
+
+def eight_bits(
+    model: Path,
+    weights: Mapping[str, Tensor],
+    canary: Sequence[tuple[int, ...]],
+    wanted: Sequence[Tensor],
+) -> dict[str, float]:
+    """Figures of a server that stores matrices in 8 bits. Kernels are compiled when they are
+    needed, not all at the start, which would take minutes."""
+    config = served(
+        model,
+        False,
+        colocated=True,
+        sync="tensor",
+        quantization="fp8",
+        environment={"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"},
+    )
+    replica = SGLangReplica(config, 0)
+    with closing(replica), closing(replica.engine()) as engine:
+        unproven, seconds = synced(engine, 1, weights)
+        found = engine.prompt_log_probs(canary)
+    return {
+        NOT_PROVEN: float(unproven),
+        EIGHT: apart(found, wanted, False, "fp8"),
+        "8-bit weights: seconds of a sync": seconds,
+    }
 
 
 @contextmanager
@@ -162,12 +197,17 @@ def log_probs(
     return found
 
 
-def apart(found: Sequence[Sequence[float]], wanted: Sequence[Tensor], cpu: bool) -> float:
-    """The canary's difference over its limit: in float32 of the token that differs most, in
-    bfloat16 the mean."""
+def apart(
+    found: Sequence[Sequence[float]],
+    wanted: Sequence[Tensor],
+    cpu: bool,
+    dtype: str = "bfloat16",
+) -> float:
+    """The canary's difference over its limit: in float32 of the token that differs most,
+    otherwise the mean."""
     differences = torch.cat(
         [(torch.tensor(a) - b).abs() for a, b in zip(found, wanted, strict=True)]
     )
     if cpu:
         return float(differences.max()) / LARGEST["float32"]
-    return float(differences.mean()) / (CANARY_ROOM * LIMITS["bfloat16"]["mean"])
+    return float(differences.mean()) / (CANARY_ROOM * LIMITS[dtype]["mean"])

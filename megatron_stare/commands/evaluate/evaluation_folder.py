@@ -101,8 +101,10 @@ class EvaluationFolder:
                 )
             return now
         before = self._read(EVALUATION)
-        # files of earlier releases, whose servers had no other cache
-        before.setdefault("engine", {}).setdefault("kv_cache_dtype", None)
+        # files of earlier releases, whose servers had no other cache and weights
+        engine = before.setdefault("engine", {})
+        engine.setdefault("kv_cache_dtype", None)
+        engine.setdefault("quantization", None)
         added = {
             name: task for name, task in now["tasks"].items() if name not in before.get("tasks", {})
         }

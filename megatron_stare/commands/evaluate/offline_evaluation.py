@@ -113,6 +113,7 @@ class Opened:
                 "name": config.rollout.engine.written(),
                 "dtype": config.sglang.dtype or config.model.dtype,
                 "kv_cache_dtype": config.sglang.kv_cache_dtype,
+                "quantization": config.sglang.quantization,
             },
             "tasks": {name: _what(evaluation) for name, evaluation in self.evaluations.items()},
         }

@@ -95,6 +95,8 @@ class DeviceSend:
             self._send_all()
         finally:
             self._rooms.close()
+            for each in self._carried:
+                each.free()
             # the engines on the device take memory next, and cannot see what torch only caches
             if uses_cuda():
                 torch.cuda.synchronize()
@@ -174,6 +176,9 @@ class _Carried:
         if handles is not None:
             by_rank = dict(zip(self._members, handles, strict=True))
             self._try(self._sender.send, bucket, [by_rank[rank] for rank in self._ranks])
+
+    def free(self) -> None:
+        self._sender.free()
 
     def end(self) -> None:
         self._told = self._try(self._sender.end)

@@ -44,6 +44,7 @@ LOGPROB_DIFF = 1e-3
 # Nats up to which engine and trainer agree, however small their earlier difference; by
 # `coarsest_dtype`.
 LEAST_AGREEMENT = {
+    "fp8": 8 * TREND_MEAN,
     "fp8_e4m3": 4 * TREND_MEAN,
     "bfloat16": TREND_MEAN,
     "float16": 1e-3,

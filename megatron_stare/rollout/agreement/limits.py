@@ -2,8 +2,8 @@
 dtype. Pure.
 
 In float32, the limit applies to the largest difference of a token. In 16-bit dtypes, and if servers
-store keys and values in 8 bits, limits apply to the mean difference, to high quantiles, and to the
-growth of the mean over a run (observability/metrics/rules.py).
+store weights, keys or values in 8 bits, limits apply to the mean difference, to high quantiles, and
+to the growth of the mean over a run (observability/metrics/rules.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 
 # Limit on the largest difference of a token, nats; 16-bit dtypes have BOUNDS instead.
 LARGEST = {"float32": 1e-3}
-# Nats. Limits of a run in 16 bits, or with an 8-bit key/value cache of its servers;
-# measured and explained in docs/diagnostics.md. float16's are about an eighth of bfloat16's, whose
-# rounding is eight times coarser.
+# Nats. Limits of a run in 16 bits, or whose servers have 8-bit weights (fp8) or an 8-bit key/value
+# cache (fp8_e4m3); measured and explained in docs/diagnostics.md. float16's are about an eighth of
+# bfloat16's, whose rounding is eight times coarser.
 BOUNDS = {
+    "fp8": {"mean": 0.2, "p99": 1.6, "p999": 8.0},
     "fp8_e4m3": {"mean": 0.1, "p99": 0.8, "p999": 4.0},
     "bfloat16": {"mean": 0.025, "p99": 0.2, "p999": 1.0},
     "float16": {"mean": 0.003, "p99": 0.025, "p999": 0.125},
@@ -58,7 +59,8 @@ class Limits:
     @classmethod
     def of(cls, config: Config) -> Limits:
         """Returns the configured limits. If a limit is not configured, its default depends on the
-        coarsest of three dtypes: the trainer's, the engines', and that of the engines' cache."""
+        coarsest of four dtypes: the trainer's, the engines', and those of the engines' weights and
+        cache."""
         asked, own = config.agreement, config.sglang.agreement_limit
         if config.coarsest_dtype not in BOUNDS:
             return cls(LARGEST["float32"] if own is None else own)

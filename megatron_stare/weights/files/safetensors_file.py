@@ -23,7 +23,8 @@ from megatron_stare.errors import DataError
 _ALIGNED = 64  # bytes
 # dtypes that weights may have, as safetensors spells them
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# names for writing; engines alone read 8-bit weights
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 _LONGEST_HEADER = 100_000_000  # bytes, the library's limit
 
 

@@ -36,7 +36,12 @@ class Sender(Protocol):
 
     def handle(self, bucket: Bucket) -> Any:
         """Returns a handle of a bucket's memory. A rank of an engine on the same device can open
-        the handle. This method may also be called outside the sender's turn."""
+        the handle. This method may also be called outside the sender's turn. The sender may copy
+        the bucket, and keeps the copies of two buckets until `free` is called."""
+
+    def free(self) -> None:
+        """Frees the memory that the sender keeps for handles. This method is called after the
+        engine has received every bucket, or after sending has failed."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
         """Starts to send a bucket. After this call, the bucket's memory belongs to the sender. This

@@ -65,7 +65,11 @@ class DiskSync(WeightSync):
         file = self._folder / f"model-{self._sender:05d}-{len(self._files) + 1:05d}.safetensors"
         self._files.append(file)
         header, _ = lay_out(
-            file, {name: tuple(tensor.shape) for name, tensor in bucket}, bucket[0][1].dtype, {}
+            file,
+            {name: tuple(tensor.shape) for name, tensor in bucket},
+            bucket[0][1].dtype,
+            {},
+            {name: tensor.dtype for name, tensor in bucket},
         )
         flat = flat_bytes([tensor for _, tensor in bucket]).cpu()
         with _whole(file, ".part") as writing, writing.path.open("wb") as stream:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_stare.models import family_of
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.engines.sglang.fp8_weights import rounded, rounds
 from megatron_stare.rollout.engines.sglang.served_hash import Digest, TiledDigest, digest_on
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
@@ -96,7 +97,10 @@ class Fingerprint:
         """Adds one tensor under its Hugging Face name. Computes the hash on the tensor's device.
         The tensor may change afterwards."""
         place = self._family.served(name, self._shape)
-        held = tensor.detach().to(place.dtype or self._dtype)
+        if self._layout.eight_bits and rounds(name, self._shape):
+            held = rounded(tensor)
+        else:
+            held = tensor.detach().to(place.dtype or self._dtype)
         for rank, stacks in enumerate(self._ranks):
             if not (parts := self._layout.parts(name, held, self._shape, rank)):
                 continue

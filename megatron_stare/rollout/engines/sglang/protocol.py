@@ -28,6 +28,7 @@ SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
 # an entry of output_token_logprobs is (nats, token id, text or null)
 _LOG_PROB, _ID = itemgetter(0), itemgetter(1)
 KV_CACHE = "fp8_e4m3"  # the 8-bit dtype of sglang.kv_cache_dtype
+FP8 = "fp8"  # the value of sglang.quantization, and SGLang's name of the method
 _UNROUNDED = ("auto", "bf16", "bfloat16")  # key/value caches without limits of their own
 NO_VERSION = "none"  # version at the start of a server: weights of no training step
 
@@ -43,6 +44,17 @@ def check_version(version: str, where: str) -> None:
             f"the server runs SGLang {version}; supported are {', '.join(SUPPORTED_VERSIONS)}",
             where=where,
             fix="bash scripts/setup_sglang.sh builds an environment with a supported one",
+        )
+
+
+def check_hashes(version: str, where: str) -> None:
+    """Raises SGLangError if the server's release hashes 8-bit weights in a form that was never
+    compared with the trainer's hashes."""
+    if version != SUPPORTED_VERSIONS[-1]:
+        raise SGLangError(
+            f"the server runs SGLang {version}, whose hashes of 8-bit weights were never compared",
+            where=where,
+            fix=f"use {SUPPORTED_VERSIONS[-1]}, or sglang.quantization=null",
         )
 
 
@@ -64,29 +76,38 @@ def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -
 
 
 def check_precision(
-    arguments: Mapping[str, Any], where: str, kv_cache_dtype: str | None = None
+    arguments: Mapping[str, Any],
+    where: str,
+    kv_cache_dtype: str | None = None,
+    quantization: str | None = None,
 ) -> None:
-    """Raises ConfigError if a server uses 8-bit quantization of weights, or a key/value cache of
-    fewer than 16 bits that the run does not expect. The normal log-prob difference between a server
-    with 8-bit weights and the trainer is unknown. Rounding errors could therefore not be
-    distinguished from wrong weights.
+    """Raises ConfigError if a server has weights or a key/value cache of fewer than 16 bits that
+    the run does not expect, or lacks those that the run expects. Rounding errors could otherwise
+    not be distinguished from wrong weights.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain
             dashes or underscores.
-        kv_cache_dtype: the setting `sglang.kv_cache_dtype`, which determines the limits of the
-            log-prob difference.
+        kv_cache_dtype, quantization: the settings `sglang.kv_cache_dtype` and
+            `sglang.quantization`, which determine the limits of the log-prob difference.
     """
-    quantized, cache = (
+    weights, cache = (
         str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
         for name in ("quantization", "kv_cache_dtype")
     )
-    if "fp8" in quantized or "int8" in quantized:
+    if weights != (quantization or ""):
+        held = f"quantized by {weights}" if weights else "not quantized"
         raise ConfigError(
-            f"rollouts with quantization {quantized} are refused: agreement of engine and trainer"
-            " has no limits for 8-bit weights",
+            f"the server's weights are {held}, and sglang.quantization is"
+            f" {quantization or 'null'}, which determines the limits of agreement",
             where=where,
-            fix="leave it out; sglang.kv_cache_dtype stores keys and values in 8 bits",
+            fix=(
+                f"set sglang.quantization={FP8}, without the flag for servers of the run"
+                if weights == FP8
+                else f"the only quantization that is supported is {FP8}"
+                if weights
+                else f"start it as docs/sglang.md says for {FP8}, or set it to null"
+            ),
         )
     if cache in _UNROUNDED:
         cache = ""

@@ -24,6 +24,7 @@ from megatron_stare.process.network import EVERYWHERE, LOOPBACK
 from megatron_stare.process.shipped import CHECKOUT
 from megatron_stare.rollout.engines.replicas import HERE, Replica, Route, ServedMemory, Site
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.fp8_weights import check_quantization, rounds
 from megatron_stare.rollout.engines.sglang.place import Place, seen_here
 from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
@@ -105,6 +106,7 @@ class SGLangReplica(Replica):
                 config.faults.engines.probe_s,
                 sum(config.expected_lengths),
                 config.sglang.kv_cache_dtype,
+                config.sglang.quantization,
             )
             stack.pop_all()  # from here on the engine owns these
             return engine
@@ -205,6 +207,15 @@ def check_servers(config: Config, shape: ModelShape) -> None:
             where="sglang.kv_cache_dtype",
             fix="set it to null",
         )
+    if config.sglang.quantization:
+        check_quantization(shape, server_layout(config), served_dtype(config))
+        if config.sglang.kv_cache_dtype and config.sglang.colocated:
+            raise ConfigError(
+                "with 8-bit weights, a server keeps scales of its 8-bit cache among its weights."
+                " With sglang.colocated, it loses them in every step, and no sync brings them back",
+                where="sglang.kv_cache_dtype",
+                fix="set it or sglang.quantization to null",
+            )
     if config.sglang.urls:
         check_lengths(config, shape)
         check_attached(config)
@@ -276,6 +287,7 @@ def server_options(
         seeds=asked.seeds,
         start_timeout_s=asked.start_timeout_s,
         kv_cache_dtype=asked.kv_cache_dtype,
+        quantization=asked.quantization,
         host=asked.host or address,
         address=address if asked.host in (None, EVERYWHERE) else asked.host,
         tensor=asked.tensor_parallel,
@@ -313,6 +325,19 @@ def served_dtype(config: Config) -> str:
     return config.sglang.dtype or config.model.dtype
 
 
+def server_layout(config: Config) -> ServerLayout:
+    """Returns the layout of the servers that a configuration asks for. For running servers, the
+    settings of the layout have their defaults, and the device counts as a GPU."""
+    asked = config.sglang
+    return ServerLayout(
+        "cuda" if asked.urls else server_device(config),
+        asked.tensor_parallel,
+        asked.expert_parallel,
+        asked.attention_data_parallel,
+        eight_bits=asked.quantization is not None,
+    )
+
+
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
     """Predicts how much memory one rank of a server uses on a GPU of `capacity` bytes. The rank
     stores its shard of the weights and its part of the cache. The server uses at most the fraction
@@ -320,12 +345,12 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
     free within `sglang.memory_fraction`. If `sglang.cache_tokens` is set, the cache takes at most
     the memory for `sglang.cache_tokens` tokens."""
     asked, size = config.sglang, DTYPES[served_dtype(config)].itemsize
-    layout = ServerLayout(
-        "cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel
-    )
+    layout = replace(server_layout(config), device="cuda")
     by_cut: Counter[int] = Counter()
     for name, sizes in expected(shape).items():
-        by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * size
+        # the scales of 8-bit weights, 2 in 10,000 bytes, are not counted
+        stored = 1 if asked.quantization and rounds(name, shape) else size
+        by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * stored
     weights = sum(whole // ranks for ranks, whole in by_cut.items())
     # with fewer heads than ranks, several ranks share a head
     heads = max(-(-shape.kv_heads // layout.group), 1)

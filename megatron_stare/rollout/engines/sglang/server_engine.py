@@ -46,6 +46,7 @@ from megatron_stare.rollout.engines.sglang.place import Place
 from megatron_stare.rollout.engines.sglang.protocol import (
     SGLangError,
     check_flags,
+    check_hashes,
     check_precision,
     check_speculation,
     check_stop,
@@ -190,6 +191,7 @@ class SGLangEngine(ServedEngine):
         probe_s: float = PROBE_S,
         request_tokens: float = 1.0,
         kv_cache_dtype: str | None = None,
+        quantization: str | None = None,
     ) -> None:
         config = read_model_config(model_path)
         self._shape = family_named(config.model_type, model_path).shape(config.to_dict())
@@ -214,7 +216,9 @@ class SGLangEngine(ServedEngine):
         info = self._at_first(client.server_info)
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
-        check_precision(info, client.url, kv_cache_dtype)
+        check_precision(info, client.url, kv_cache_dtype, quantization)
+        if quantization is not None:
+            check_hashes(str(info["version"]), client.url)
         check_speculation(info, str(info["device"]), client.url)
         layout = ServerLayout.of(info, client.url)
         layout.require_family(self._shape, client.url)

@@ -17,7 +17,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import FAMILIES, family_of
 from megatron_stare.models.rules import Rule, numbered
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.protocol import FP8, SGLangError
 
 _HEAD = "output_layer.weight"  # Megatron's name; a tied model's head is its embedding
 VOCAB_MULTIPLE = 64  # SGLang pads embedding and head with zero rows to a multiple of this
@@ -39,6 +39,7 @@ class ServerLayout:
     expert: int = 1  # groups of ranks, each with its own whole experts; a divisor of `tensor`
     data: int = 1  # groups of ranks with separate requests; a divisor of `tensor`
     head_by_group: bool = False  # the head is sharded like the embedding
+    eight_bits: bool = False  # matrices are stored in 8 bits, see fp8_weights.py
 
     @classmethod
     def of(cls, info: Mapping[str, Any], where: str) -> ServerLayout:
@@ -66,6 +67,7 @@ class ServerLayout:
             expert,
             data,
             data > 1 and bool(info.get("enable_dp_lm_head")),
+            info.get("quantization") == FP8,
         )
 
     def require_family(self, shape: ModelShape, where: str) -> None:

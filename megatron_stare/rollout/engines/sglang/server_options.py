@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_stare.process.network import LOOPBACK
+from megatron_stare.rollout.engines.sglang.fp8_weights import MODEL_OVERRIDES
 from megatron_stare.rollout.engines.sglang.protocol import NO_VERSION
 from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
@@ -51,6 +52,7 @@ class ServerOptions:
     seeds: bool
     start_timeout_s: float
     kv_cache_dtype: str | None = None  # None: dtype of the activations
+    quantization: str | None = None  # of the weights; None: they have the dtype of the activations
     host: str = LOOPBACK  # address on which the server listens
     address: str = LOOPBACK  # address at which clients reach it
     tensor: int = 1
@@ -114,6 +116,8 @@ class ServerOptions:
             "port": port,
             "dtype": self.dtype,
             "kv-cache-dtype": self.kv_cache_dtype,
+            "quantization": self.quantization,
+            "json-model-override-args": MODEL_OVERRIDES if self.quantization else None,
             "device": self.device,
             "tp-size": self.tensor,
             "ep-size": self.expert if self.expert > 1 else None,

@@ -30,10 +30,12 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, Stack, checksums_of
+from megatron_stare.rollout.engines.sglang.fp8_weights import as_sent
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# full tensors of one dtype with their Hugging Face names, views of one flat tensor
+# full tensors with their Hugging Face names; views of one flat tensor of one dtype, or as they are
+# rounded for servers with 8-bit weights
 Bucket = Sequence[tuple[str, Tensor]]
 
 
@@ -180,7 +182,7 @@ class Sending:
         layouts: Sequence[ServerLayout],
         prove: bool,
     ) -> None:
-        self._sync, self._layouts = sync, layouts
+        self._sync, self._layouts, self._shape = sync, layouts, shape
         self._sizes: dict[str, torch.Size] = {}
         self._fingerprints = {
             layout: Fingerprint(shape, dtype, layout) for layout in layouts if prove
@@ -205,11 +207,14 @@ class Sending:
             if name in self._sizes:
                 raise _twice(name)
             self._sizes[name] = tensor.shape
+        sent = bucket
+        if not handles and any(layout.eight_bits for layout in self._layouts):
+            sent = as_sent(bucket, self._shape)
         # in a thread while the servers receive the bucket
         hashing = (
             asyncio.to_thread(self.hash, bucket) if hashed is None else asyncio.wrap_future(hashed)
         )
-        await everywhere(self._sync.send(bucket, handles), hashing)
+        await everywhere(self._sync.send(sent, handles), hashing)
 
     def hash(self, bucket: Bucket) -> None:
         """Hashes a bucket. Does nothing if the update does not verify the values of the weights.

@@ -21,6 +21,7 @@ from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
 from megatron_stare.rollout.engines.sglang.fingerprint import checksums_of
+from megatron_stare.rollout.engines.sglang.fp8_weights import as_sent
 from megatron_stare.rollout.engines.sglang.place import (
     Place,
     carriers,
@@ -155,6 +156,7 @@ class ServersSender(Sender):
         # first bucket and the future of its hash
         self._first: tuple[Bucket, Future[None]] | None = None
         self._under_way: Future[None] | None = None
+        self._rounded: list[Sequence[tuple[str, torch.Tensor]]] = []  # see `handle`
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
         """See Sender."""
@@ -173,7 +175,16 @@ class ServersSender(Sender):
 
     def handle(self, bucket: Bucket) -> str:
         """See Sender."""
-        return packed(bucket.tensors())
+        one = self._target.servers[0]
+        if not one.layout.eight_bits:
+            return packed(bucket.tensors())
+        # the engine may still open the previous bucket, and has finished with the one before
+        self._rounded = [*self._rounded[-1:], as_sent(bucket.tensors(), one.shape)]
+        return packed(self._rounded[-1])
+
+    def free(self) -> None:
+        """See Sender."""
+        self._rounded = []
 
     def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
         """See Sender."""

@@ -1,13 +1,17 @@
-"""How far log-probs move when keys and values are stored in 8 bits: simulated in transformers.
+"""How far log-probs move when keys and values, or weights, are stored in 8 bits: simulated in
+transformers.
 
-    python benchmarks/kv_cache.py
+    python benchmarks/eight_bits.py
 
 The trained models of assets/ sample responses in float32. Then their log-probs of these responses
 are computed again, with keys and values (after RoPE) rounded to each dtype and back, as SGLang's
 cache stores them without scaling factors. `and_query` rounds the queries, too, as SGLang's
-FlashAttention backend does. The limits that docs/diagnostics.md derives from these figures are in
-megatron_stare/rollout/agreement/limits.py; figures of real servers are in
-results/agreement_kv_cache.json.
+FlashAttention backend does. `weights` rounds the matrices of layers as servers with
+`sglang.quantization: fp8` store them, and `weights_and_activations` also the matrices' inputs in
+groups of 128 columns, as SGLang's kernels do; `computed_in_bfloat16` rounds nothing to 8 bits. In
+these small models a block is a whole matrix or much of it. The limits that docs/diagnostics.md
+derives from these figures are in megatron_stare/rollout/agreement/limits.py; figures of real
+servers are in results/agreement_kv_cache.json.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from megatron_stare.rollout.engines.sglang.fp8_weights import BLOCK, DTYPE, LARGEST, quantized
+
 ROOT = Path(__file__).parents[1]
-RESULT = Path(__file__).parent / "results/kv_cache.json"
+RESULT = Path(__file__).parent / "results/eight_bits.json"
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -63,7 +69,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def measure(name: str) -> dict[str, Any]:
-    """Figures of one model, by the dtype to which keys and values are rounded."""
+    """Figures of one model, by what is rounded."""
     torch.manual_seed(1)
     folder = str(ROOT / "assets" / name)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -89,16 +95,46 @@ def measure(name: str) -> dict[str, Any]:
             AttentionInterface.register("rounded", rounded(stored, query))
             AttentionMaskInterface.register("rounded", sdpa_mask)
             model.set_attn_implementation("rounded")
-            moved = (log_probs(model, tokens, mask, start)[sampled] - exact).abs()
-            figures[dtype + "_and_query" * query] = {
-                "mean": float(f"{moved.mean():.3g}"),
-                **{
-                    f"p{share:g}".replace(".", ""): float(f"{moved.quantile(share / 100):.3g}")
-                    for share in (50, 90, 99, 99.9)
-                },
-                "max": float(f"{moved.max():.3g}"),
-            }
+            found = log_probs(model, tokens, mask, start)[sampled]
+            figures[dtype + "_and_query" * query] = moved(found, exact)
+    model.set_attn_implementation("sdpa")
+    for activations in (False, True):
+        in_blocks(model, activations)
+        found = log_probs(model, tokens, mask, start)[sampled]
+        figures["weights" + "_and_activations" * activations] = moved(found, exact)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    found = log_probs(model, tokens, mask, start)[sampled].float()
+    figures["computed_in_bfloat16"] = moved(found, exact)
     return figures
+
+
+def moved(found: Tensor, exact: Tensor) -> dict[str, float]:
+    apart = (found - exact).abs()
+    shares = {
+        f"p{share:g}".replace(".", ""): apart.quantile(share / 100) for share in (50, 90, 99, 99.9)
+    }
+    every = {"mean": apart.mean(), **shares, "max": apart.max()}
+    return {name: float(f"{value:.3g}") for name, value in every.items()}
+
+
+def in_blocks(model: nn.Module, activations: bool) -> None:
+    """Rounds the matrices of the model's layers in blocks, and their inputs from now on."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            rows, columns = module.weight.shape
+            whole = nn.functional.pad(module.weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+            elements, scales = quantized(whole)
+            spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            module.weight.copy_((elements.float() * spread)[:rows, :columns])
+            if activations:
+                module.register_forward_pre_hook(lambda _, given: (in_groups(given[0]),))
+
+
+def in_groups(x: Tensor) -> Tensor:
+    padded = nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scales = padded.abs().amax(-1, keepdim=True).clamp_min(1e-10) / LARGEST
+    held = (padded / scales).to(DTYPE).to(x.dtype) * scales
+    return held.flatten(-2)[..., : x.shape[-1]]
 
 
 def rounded(dtype: torch.dtype, query_too: bool) -> Any:
