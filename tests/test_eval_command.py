@@ -357,25 +357,30 @@ def test_a_folder_takes_responses_of_one_kind(
     assert named in error.value.what
 
 
-def test_a_folder_takes_responses_of_one_cache(tmp_path: Path) -> None:
-    """Earlier releases, whose servers had no other cache, wrote nothing of it."""
+@pytest.mark.parametrize(
+    ("setting", "value"), [("kv_cache_dtype", "fp8_e4m3"), ("quantization", "fp8")]
+)
+def test_a_folder_takes_responses_of_one_precision(
+    tmp_path: Path, setting: str, value: str
+) -> None:
+    """Earlier releases, whose servers had no other cache and weights, wrote nothing of them."""
 
     def opened(**engine: str | None) -> None:
         EvaluationFolder(tmp_path / "out", {"engine": engine, "tasks": {}}, "").close()
 
     for _ in range(2):
         opened(dtype="bfloat16")
-        opened(dtype="bfloat16", kv_cache_dtype=None)
-        with pytest.raises(UserError, match=r"engine\.kv_cache_dtype None, not fp8_e4m3"):
-            opened(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+        opened(dtype="bfloat16", **{setting: None})
+        with pytest.raises(UserError, match=rf"engine\.{setting} None, not {value}"):
+            opened(dtype="bfloat16", **{setting: value})
     config = Config.model_validate({"model": {"path": "m"}, "rollout": {"engine": "sglang"}})
     ids: list[dict[str, Any]] = []
-    for cache in (None, "fp8_e4m3"):
-        sglang = config.sglang.model_copy(update={"kv_cache_dtype": cache})
+    for held in (None, value):
+        sglang = config.sglang.model_copy(update={setting: held})
         checkpoint = SimpleNamespace(identity=dict)
-        of_cache = config.model_copy(update={"sglang": sglang})
-        ids.append(Opened(of_cache, None, checkpoint, (), {}).what())  # type: ignore[arg-type]
-    assert ids[0]["engine"]["kv_cache_dtype"] is None and ids[0] != ids[1]
+        asked = config.model_copy(update={"sglang": sglang})
+        ids.append(Opened(asked, None, checkpoint, (), {}).what())  # type: ignore[arg-type]
+    assert ids[0]["engine"][setting] is None and ids[0] != ids[1]
 
 
 def test_a_folder_takes_responses_of_one_checkpoint(

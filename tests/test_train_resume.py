@@ -334,6 +334,7 @@ def test_micro_batches_may_not_change_if_the_loss_depends_on_them(scope: str, se
         ("sglang.start_timeout_s=77", True),
         ("sglang.dtype=float16", False),
         ("sglang.kv_cache_dtype=fp8_e4m3", False),
+        ("sglang.quantization=fp8", False),
         ("sglang.seeds=true", False),
     ],
 )

@@ -264,8 +264,8 @@ def test_ten_steps_in_bfloat16_agree_by_mean_and_quantiles(start):
 
 @pytest.mark.slow
 def test_keys_and_values_in_eight_bits_agree_within_their_limits(start):
-    """In float32, so that the differences are the cache's alone: those that benchmarks/eight_bits.py
-    simulates."""
+    """In float32, so that the differences are the cache's alone: those that
+    benchmarks/eight_bits.py simulates."""
     run = start(
         "sglang.kv_cache_dtype=fp8_e4m3",
         "algorithm.correction={mode: truncate}",

@@ -49,7 +49,7 @@ def test_evaluations_have_the_engines_that_they_name() -> None:
     assert evaluation_engines(config()) is None
     started = evaluation_engines(config(rollout={"engines": 3}, eval={"prompts": 4, "engines": 2}))
     assert started is not None and started.rollout.engines == 2
-    sglang = SERVED | {"kv_cache_dtype": "fp8_e4m3"}
+    sglang = SERVED | {"kv_cache_dtype": "fp8_e4m3", "quantization": "fp8"}
     algorithm = {"name": "grpo", "correction": {"mode": "truncate"}}
     served = {
         "rollout": {"engine": "sglang", "engines": 3},
@@ -59,7 +59,8 @@ def test_evaluations_have_the_engines_that_they_name() -> None:
     attached = evaluation_engines(config(**served, eval={"prompts": 4, "urls": [OURS]}))
     assert attached is not None
     # not how training's are started, which is refused beside servers that run already
-    assert attached.sglang.kv_cache_dtype == "fp8_e4m3"  # which they must have
+    # which they must have
+    assert attached.sglang.kv_cache_dtype == "fp8_e4m3" and attached.sglang.quantization == "fp8"
     assert (attached.sglang.urls, attached.sglang.python, attached.sglang.cache_tokens) == (
         [OURS],
         None,

@@ -269,7 +269,11 @@ def test_problems_are_the_alerts_of_the_steps() -> None:
     assert [p.name for p in problems(differ)] == ["engine and trainer differ"]
     half = run_of(differ.metrics, model={"dtype": "bfloat16"})  # what is normal there
     assert problems(half) == []
-    for served in ({"dtype": "float16"}, {"kv_cache_dtype": "fp8_e4m3"}):
+    for served in (
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"quantization": "fp8"},
+    ):
         assert problems(run_of(differ.metrics, sglang=served)) == []
         assert problems(run_of(differ.metrics, sglang=dict.fromkeys(served))) == problems(differ)
 

@@ -417,13 +417,13 @@ def test_the_page_shows_the_file() -> None:
     assert f"```python\n{source}```" in (ROOT / "docs/sinks.md").read_text()
 
 
-@pytest.mark.parametrize("cache", [None, "fp8_e4m3"])
-def test_a_difference_that_eight_bits_make_is_no_alert(tmp_path: Path, cache: str | None) -> None:
+@pytest.mark.parametrize("held", [None, "kv_cache_dtype=fp8_e4m3", "quantization=fp8"])
+def test_a_difference_that_eight_bits_make_is_no_alert(tmp_path: Path, held: str | None) -> None:
     calls: list[Any] = []
-    served = ("rollout.engine=sglang", f"sglang.kv_cache_dtype={cache or 'null'}")
+    served = ("rollout.engine=sglang", f"sglang.{held or 'quantization=null'}")
     monitor = Monitor({"seen": Recorder(calls)}, RunOutline(tmp_path, settings(*served)))
     monitor.start()
     log(monitor, 1, **{"rollout/logprob_diff_max": 0.8})
     monitor.close()
     alerts = [alert.name for call in calls if call[0] == "alerts" for alert in call[1]]
-    assert alerts == ([] if cache else ["engine and trainer differ"])
+    assert alerts == ([] if held else ["engine and trainer differ"])

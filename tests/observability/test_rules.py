@@ -148,7 +148,8 @@ def test_the_coarsest_dtype_of_both_sides_decides():
     assert coarsest_dtype("float32", "float16", None) == "float16"
     assert coarsest_dtype("bfloat16", "float16", None) == "bfloat16"
     assert coarsest_dtype("bfloat16", None, "fp8_e4m3") == "fp8_e4m3"
-    assert LEAST_AGREEMENT.keys() == {"fp8_e4m3", "bfloat16", "float16", "float32"}
+    assert coarsest_dtype("bfloat16", None, "fp8_e4m3", "fp8") == "fp8"
+    assert LEAST_AGREEMENT.keys() == {"fp8", "fp8_e4m3", "bfloat16", "float16", "float32"}
 
 
 def test_bfloat16_differs_by_more_and_may():

@@ -361,6 +361,7 @@ def limits(
     served: str | None = None,
     own: float | None = None,
     cache: str | None = None,
+    weights: str | None = None,
     **agreement: float,
 ) -> Limits:
     return Limits.of(
@@ -368,7 +369,12 @@ def limits(
             {
                 "model": {"path": "m", "dtype": trained},
                 "rollout": {"engine": "sglang"},
-                "sglang": {"dtype": served, "agreement_limit": own, "kv_cache_dtype": cache},
+                "sglang": {
+                    "dtype": served,
+                    "agreement_limit": own,
+                    "kv_cache_dtype": cache,
+                    "quantization": weights,
+                },
                 "agreement": agreement,
             }
         )
@@ -405,6 +411,12 @@ def test_a_cache_of_eight_bits_is_coarser_than_any_dtype():
     assert found == limits("bfloat16", "float16", cache="fp8_e4m3")
     assert found.largest is None and found.coarse and found.trend == IN_BF16.trend
     assert found.bounds == {name: pytest.approx(4 * x) for name, x in IN_BF16.bounds.items()}
+
+
+def test_weights_of_eight_bits_are_coarser_than_a_cache():
+    found = limits("bfloat16", cache="fp8_e4m3", weights="fp8")
+    assert found.bounds == {name: pytest.approx(8 * x) for name, x in IN_BF16.bounds.items()}
+    assert limits("float32", weights="fp8").bounds == found.bounds
 
 
 VERSIONS = (3, 5)  # of the weights that sampled the tokens, one after the other in every response
