@@ -45,6 +45,7 @@ class Opened(Sender):
         self._open: tuple[Bucket, Sequence[Any]] | None = None
         self.held: list[dict[str, Tensor]] = []  # by rank of the engine
         self.made = 0  # handles
+        self.freed = 0  # updates after which the memory behind handles was freed
         self.closed = False
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
@@ -58,6 +59,9 @@ class Opened(Sender):
         # a name, not the values
         assert name is not None and len(packed(bucket.tensors())) < bucket.layout.nbytes
         return os.getpid(), name
+
+    def free(self) -> None:
+        self.freed += 1
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
         self._take()
@@ -278,8 +282,9 @@ def test_an_engine_that_fails_is_told_by_its_rank_alone_and_the_next_update_is_w
     assert all(torch.equal(again[1][name], tensor) for name, tensor in found[0][2].items())
 
 
-def handles_made(rank: int, init: str, config: Config, target: OnDevices) -> tuple[int, int]:
-    """Sends an update. Returned are the numbers of handles that the rank made, and of buckets."""
+def handles_made(rank: int, init: str, config: Config, target: OnDevices) -> tuple[int, int, int]:
+    """Sends an update. Returned are the numbers of handles that the rank made, of buckets, and of
+    times that the memory behind handles was freed."""
     OPENED.clear()
     trainer = Trainer(resolve_run(config), rank, init)
     policy = trainer.policy
@@ -289,7 +294,7 @@ def handles_made(rank: int, init: str, config: Config, target: OnDevices) -> tup
         sending.send()
     sending.close()
     trainer.close()
-    return OPENED[0].made, len(sending._plan.buckets)
+    return OPENED[0].made, len(sending._plan.buckets), OPENED[0].freed
 
 
 @pytest.mark.distributed
@@ -302,8 +307,8 @@ def test_no_handles_are_made_for_an_engine_that_failed(
     save_model(tmp_path, "qwen3")
     config = config_of(tmp_path, {"tensor": 2, "data": 2})
     found = ranks.run(handles_made, 4, config, OnDevices(engines, fail_at=1))
-    for rank, (made, buckets) in enumerate(found):
-        assert buckets > 3
+    for rank, (made, buckets, freed) in enumerate(found):
+        assert buckets > 3 and freed == 1
         assert made == (2 if rank in engines[0] else buckets)
 
 

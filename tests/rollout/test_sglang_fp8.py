@@ -3,17 +3,21 @@ real servers, whose kernel alone is stood in for."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import sglang_servers as servers
+from support.sglang_fake import FakeServer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -30,6 +34,7 @@ from megatron_stare.planning.phase_times import _read_bytes
 from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang import fp8_weights, target
 from megatron_stare.rollout.engines.sglang import sync as sync_module
+from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync
 from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint
 from megatron_stare.rollout.engines.sglang.fp8_weights import (
     as_sent,
@@ -49,8 +54,10 @@ from megatron_stare.rollout.engines.sglang.replica import (
     server_memory,
     server_options,
 )
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.target import ServersTarget, TargetServer
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.files.check import expected
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
@@ -225,6 +232,46 @@ def test_a_server_has_the_weights_that_the_run_expects() -> None:
         check_hashes("0.5.22", URL)
     assert ServerLayout.of({"device": "cuda", "quantization": "fp8"}, URL).eight_bits
     assert not ServerLayout.of({"device": "cuda", "quantization": None}, URL).eight_bits
+
+
+class Informing(FakeServer):
+    """Server with `more` in its /server_info."""
+
+    more: Mapping[str, str] = MappingProxyType({})
+
+    def _info(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {**super()._info(body), **self.more}
+
+
+def test_an_engine_asks_its_server() -> None:
+    fake, loop = Informing("fake"), asyncio.new_event_loop()
+    client = fake.client()
+
+    def engine(**more: str) -> SGLangEngine:
+        fake.more = more
+        sync = TensorSync([client])
+        return SGLangEngine(
+            client, sync, str(servers.MODEL), "bfloat16", 2, loop, quantization="fp8"
+        )
+
+    with pytest.raises(ConfigError, match="are not quantized"):
+        engine()
+    with pytest.raises(SGLangError, match="hashes of 8-bit weights were never compared"):
+        engine(quantization="fp8", version="0.5.22")
+    engine(quantization="fp8").close()
+
+
+def test_files_for_servers_have_each_tensor_in_its_dtype(tmp_path: Path) -> None:
+    sync = DiskSync([], str(servers.MODEL), tmp_path)
+    sent = as_sent([("model.norm.weight", torch.ones(256).bfloat16()), (UP, matrix())], WIDE)
+    asyncio.run(sync.meet([]))
+    asyncio.run(sync.send(sent))
+    (file,) = tmp_path.glob("*.safetensors")
+    found = load_file(file)
+    assert found.keys() == {name for name, _ in sent}
+    for name, tensor in sent:
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_scales_of_a_cache_would_be_lost_beside_released_weights() -> None:
