@@ -172,6 +172,19 @@ def test_a_32b_run_by_its_matrices():
     assert tokens == 100_000 * 2 * 64 * 2 * 128 * 2
 
 
+def test_servers_in_8_bits_take_half_and_the_sync_a_bucket_more():
+    """All but 2 * 152,064 * 5,120 numbers of the ends, norms and biases; a bucket of the
+    embedding."""
+    plain, eight = (
+        Fit(80 * GB).budget(run_of(sglang={"quantization": each})).phases for each in (None, "fp8")
+    )
+    matrices = 32_763_876_352 - 2 * 152_064 * 5_120
+    saved = plain["rollout"]["served"] - eight["rollout"]["served"]
+    assert saved == pytest.approx(matrices / 4, rel=1e-3)
+    more = eight["sync"]["buckets"] - plain["sync"]["buckets"]
+    assert more == 152_064 * 5_120 * 2
+
+
 def test_a_share_that_leaves_the_trainer_no_room_is_refused_by_numbers():
     """0.95 of 80 GB, the parameters' 2.146 and 5.5 of two processes are 83.6; 0.9 of it is what
     goes."""

@@ -375,8 +375,10 @@ class Fit:
                     round(kept.kept * micro_batches_held(config.parallel, stage)) + kept.again
                 ),
                 logits=logits_bytes(config, shape, free) if stage == stages - 1 else 0,
-                # a bucket holds at least one whole tensor, of which the embedding is the largest
-                buckets=BUCKETS
+                # A bucket holds at least one whole tensor, of which the embedding is the largest.
+                # With 8-bit weights, a sender also keeps rounded copies of two buckets, each of
+                # half a bucket's size.
+                buckets=(BUCKETS + (config.sglang.quantization is not None))
                 * max(
                     config.rollout.sync_bucket_mb * 2**20,
                     shape.vocab_size * shape.hidden * _BYTES[config.model.dtype],
