@@ -17,7 +17,7 @@ TEXT
 
 tier="not slow and not wide and not sglang"
 served=
-workers=4  # two more than the two cores, because many tests wait
+workers=3  # one more than the two cores, because many tests wait
 case "${1:-}" in
 -h | --help) usage; exit 0 ;;
 --all) tier="not slow"; served=1; workers=2; shift ;;  # servers use the cores themselves

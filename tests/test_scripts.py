@@ -329,7 +329,7 @@ def test_a_tier_of_tests_is_what_test_sh_says(
     assert pytest_line.split("|")[1:-1] == [
         "pytest",
         "-n",
-        "2" if served else "4",
+        "2" if served else "3",
         "--dist",
         "loadfile",
         "-m",
