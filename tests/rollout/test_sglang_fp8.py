@@ -56,6 +56,7 @@ from megatron_stare.rollout.engines.sglang.replica import (
 )
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.sync import WeightSync
 from megatron_stare.rollout.engines.sglang.target import ServersTarget, TargetServer
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.files.check import expected
@@ -148,15 +149,56 @@ def test_tensors_are_sent_with_their_scales_and_in_an_order_that_aligns_them() -
     assert torch.equal(scales, want[1])
 
 
-def test_hashes_are_of_what_a_server_computes_with() -> None:
-    for layout in (ServerLayout(eight_bits=True), ServerLayout("cuda", 2, eight_bits=True)):
-        eight = Fingerprint(WIDE, torch.bfloat16, layout)
-        plain = Fingerprint(WIDE, torch.bfloat16, replace(layout, eight_bits=False))
-        for name, value in ((UP, matrix(512, 256)), ("model.norm.weight", torch.rand(256))):
-            eight.add(name, value)
-            plain.add(name, rounded(value) if value.dim() == 2 else value)
-        assert eight.hashes() == plain.hashes() or layout.device == "cuda"
-        assert eight.checksums() == plain.checksums()
+@pytest.mark.parametrize("layout", [ServerLayout("cpu"), ServerLayout("cuda", 2)])
+def test_hashes_are_of_what_a_server_computes_with(layout: ServerLayout) -> None:
+    down, norm = "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
+    weight, ones = matrix(256, 512), torch.rand(256)
+
+    def checksums(eight_bits: bool, value: Tensor) -> Sequence[Mapping[str, str]]:
+        one = Fingerprint(WIDE, torch.bfloat16, replace(layout, eight_bits=eight_bits))
+        one.add(down, value)
+        one.add(norm, ones)
+        return one.checksums()
+
+    found = checksums(True, weight)
+    assert found == checksums(False, rounded(weight))
+    assert [each.keys() for each in found] == [{down, norm}] * layout.tensor
+    for mine, plain in zip(found, checksums(False, weight), strict=True):
+        assert mine[norm] == plain[norm] and mine[down] != plain[down]
+
+
+class Recorder(WeightSync):
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.sent: list[tuple[list[str], Sequence[str]]] = []
+
+    async def meet(self, layouts: Sequence[ServerLayout]) -> None: ...
+
+    async def send(self, bucket: Sequence[tuple[str, Tensor]], handles: Sequence[str] = ()) -> None:
+        self.sent.append(([name for name, _ in bucket], handles))
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("eight_bits", "handles", "names"),
+    [
+        (True, (), [UP + "_scale_inv", UP]),
+        (True, ("of rounded copies",), [UP]),
+        (False, (), [UP]),
+    ],
+)
+def test_a_bucket_is_rounded_where_no_handles_were_made(
+    eight_bits: bool, handles: Sequence[str], names: list[str]
+) -> None:
+    recorder = Recorder()
+    layouts = [ServerLayout("cuda", eight_bits=eight_bits)]
+    sending = sync_module.Sending(recorder, WIDE, torch.bfloat16, layouts, prove=True)
+    asyncio.run(sending.send([(UP, matrix(512, 256))], handles=handles))
+    assert recorder.sent == [(names, handles)]
+    assert sending.sent().sizes == {UP: (512, 256)}
 
 
 def test_handles_keep_the_copies_of_two_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,12 +102,20 @@ def run(cpu: bool) -> dict[str, Any]:
         except UserError as error:  # the other figures stand
             last, refused = 0, str(error)
         owner.close()
-        replica.close()
+        refused_in_8_bits = None
         if not cpu:
-            figures |= eight_bits(model, first, canary, wanted[0])
+            try:
+                figures |= eight_bits(model, first, canary, wanted[0])
+            except UserError as error:
+                refused_in_8_bits = str(error)
         figures["tensors that were not proven"] = float(unproven + again + last)
         figures["tensors"] = float(len(first))
-        return {"figures": figures, "by tensor, refused": refused, "libraries": libraries(config)}
+        return {
+            "figures": figures,
+            "by tensor, refused": refused,
+            "in 8 bits, refused": refused_in_8_bits,
+            "libraries": libraries(config),
+        }
 
 
 def eight_bits(
