@@ -335,9 +335,10 @@ async def judged_to_prompt_1(answers: int):
 
 
 def test_an_error_of_the_next_step_leaves_this_steps_requests_at_the_replica() -> None:
-    """The next step's responses are shorter, and fail while this step's are being sampled."""
-    replica = TokenByToken(None, lambda cursor, sample: 20 if cursor < 2 else 3)
-    with source([replica], 1, verify=judged_to_prompt_1) as found:
+    """One sample of each of the next step's prompts is shorter, and fails while this step's are
+    being sampled. The other is longer, and is at the replica when this step ends."""
+    replica = TokenByToken(None, lambda cursor, sample: 20 if cursor < 2 else 22 if sample else 3)
+    with source([replica], 1, steps=2, verify=judged_to_prompt_1) as found:
         found.publish(WEIGHTS, 0)
         # not `next`, which would wait for ever for requests that the replica has dropped
         begun = asyncio.run_coroutine_threadsafe(found._taken(1), found._loop)
