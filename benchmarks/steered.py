@@ -44,7 +44,9 @@ SHARED = [
     *("algorithm.variant=C2", "algorithm.share=0.3"),
     *("algorithm.amplify=2.0", "algorithm.attenuate=0.3", "algorithm.attenuate_min=0.1"),
 ]
+# the gate's arm has no forecasts to negate, and is one run for both constant targets
 ARMS = {"gate": [f"algorithm.measure_every={NEVER}"], "predictive": []}
+SAME = {("negated", "gate"): ("constant", "gate")}
 PLAIN = "algorithm.name=stare_predictive"
 TARGETS = {
     "constant": [PLAIN, "algorithm.entropy_target=0.12"],
@@ -83,7 +85,9 @@ def main() -> None:
     args = parser.parse_args()
     wanted = list(itertools.product(args.seeds, TARGETS, ARMS))
     with ThreadPoolExecutor(args.jobs) as jobs:
-        found = dict(zip(wanted, jobs.map(lambda each: run(args.runs, *each), wanted), strict=True))
+        own = [each for each in wanted if each[1:] not in SAME]
+        found = dict(zip(own, jobs.map(lambda each: run(args.runs, *each), own), strict=True))
+    found |= {each: found[each[0], *SAME[each[1:]]] for each in wanted if each[1:] in SAME}
     told: dict[str, Any] = {"machine": machine(), "seeds": args.seeds, "settings": SHARED}
     for target in TARGETS:
         of = {arm: [found[seed, target, arm] for seed in args.seeds] for arm in ARMS}
