@@ -8,8 +8,8 @@
 #   SSH         how they are reached (ssh -o BatchMode=yes)
 #   NODE_IP     address of this node by which the others reach it (Ray's choice)
 #   RAY_PORT    port of the head (6379)
-#   RAY_TMP     folder for Ray's sockets and logs on all nodes, short and local; the head's holds (/tmp/ray-USER_ID: in
-#               /tmp/ray another user of a node could not start Ray)
+#   RAY_TMP     folder for Ray's sockets and logs on all nodes, short and local; the head's holds (/tmp/ray-USER_ID/ray:
+#               in /tmp/ray another user of a node could not start Ray, and Ray lets everybody write into its folder)
 #   GPUS CPUS   that Ray counts on this node (what there is)
 #   RESOURCES   further ones as JSON, such as {"fake_gpu": 1}
 #   OBJECT_STORE_GB    shared memory of this node for objects, 10^9 bytes (Ray's: 30 % of memory)
@@ -29,6 +29,7 @@ DRY_RUN="${DRY_RUN:-0}" BLOCK="${BLOCK:-0}" RAY_PORT="${RAY_PORT:-6379}" WAIT_NO
 one_of DRY_RUN 0 1
 one_of BLOCK 0 1
 RAY_TMP="${RAY_TMP:-${RAY_TMPDIR:+$RAY_TMPDIR/ray}}" # RAY_TMPDIR is Ray's own variable
+private="/tmp/ray-$(id -u)"
 find_project_python
 ray=("$PYTHON" -m ray.scripts.scripts)
 # Once Ray has run on this machine alone, ~/.ray has a token. A head would then ask for it, and no node would give it.
@@ -43,7 +44,7 @@ print(sum(node['Alive'] for node in ray.nodes()))"
     until joined="$("$PYTHON" -c "$count" "$(address_of "${HEAD:-127.0.0.1}"):$RAY_PORT" 2>/dev/null)" && [ "$joined" -ge "$WAIT_NODES" ]; do
         [ "$SECONDS" -lt "$deadline" ] ||
             fail "${joined:-0} of $WAIT_NODES nodes have joined ${HEAD:-this node}:$RAY_PORT in ${WAIT_S:-300} s" \
-                "look at the nodes' logs in ${RAY_TMP:-/tmp/ray-$(id -u)}/session_latest/logs, and check that the port is open between them"
+                "look at the nodes' logs in ${RAY_TMP:-$private/ray}/session_latest/logs, and check that the port is open between them"
         sleep 2
     done
     exit 0
@@ -74,7 +75,7 @@ if [ -n "${HEAD:-}" ]; then
     start+=("--address=$(address_of "$HEAD"):$RAY_PORT")
 else
     start+=(--head "--port=$RAY_PORT" --include-dashboard=false)
-    start+=("--temp-dir=${RAY_TMP:-/tmp/ray-$(id -u)}")
+    start+=("--temp-dir=${RAY_TMP:-$private/ray}")
 fi
 [ -z "${NODE_IP:-}" ] || start+=("--node-ip-address=$NODE_IP")
 [ -z "${GPUS:-}" ] || start+=("--num-gpus=$GPUS")
@@ -82,6 +83,12 @@ fi
 [ -z "${RESOURCES:-}" ] || start+=("--resources=$RESOURCES")
 [ -z "${OBJECT_STORE_GB:-}" ] || start+=("--object-store-memory=$((OBJECT_STORE_GB * 1000000000))")
 [ "$BLOCK" = 0 ] || start+=(--block)
+if [ "$DRY_RUN" = 0 ] && [ -z "$RAY_TMP" ]; then
+    mkdir -m 700 "$private" 2>/dev/null || true
+    { [ -d "$private" ] && [ -O "$private" ] && [ ! -L "$private" ]; } ||
+        fail "$private is no folder of your own" "set RAY_TMP to a short, local folder that only you can write to"
+    chmod 700 "$private"
+fi
 if [ "$BLOCK" = 0 ] || [ "$DRY_RUN" = 1 ]; then
     show_and_run "${start[@]}"
     exit 0

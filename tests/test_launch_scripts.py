@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -586,7 +587,44 @@ def test_each_user_of_a_node_has_a_folder_of_rays(recorder: Path) -> None:
         done = run(SCRIPTS / "ray_up.sh", recorder=recorder, DRY_RUN="1", **variables)
         return re.findall(r"--temp-dir=(\S+)", done.stdout)
 
-    assert folder_of() == [f"/tmp/ray-{os.getuid()}"]
+    assert folder_of() == [f"/tmp/ray-{os.getuid()}/ray"]
     assert folder_of(RAY_TMP="/local/ray") == ["/local/ray"]
     assert folder_of(RAY_TMPDIR="/local") == ["/local/ray"]  # Ray's own variable
     assert folder_of(HEAD="node1") == []  # the head's holds on all nodes
+
+
+@pytest.mark.parametrize("head", ["", "127.0.0.1"])
+def test_the_folder_of_a_users_ray_is_closed_to_others(recorder: Path, head: str) -> None:
+    """Ray lets everybody write into its own folder."""
+    user = 10**6 + os.getpid()
+    (shim := recorder.parent / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    shim.chmod(0o755)
+    folder, elsewhere = Path(f"/tmp/ray-{user}"), recorder.parent / "elsewhere"
+    variables = {"HEAD": head} if head else {}
+
+    def start(**more: str) -> subprocess.CompletedProcess[str]:
+        return run(SCRIPTS / "ray_up.sh", recorder=recorder, **variables, **more)
+
+    try:
+        start(DRY_RUN="1")
+        start(RAY_TMP=str(elsewhere))
+        assert not folder.exists()
+        for mode in (None, 0o777):
+            if mode is not None:
+                folder.chmod(mode)
+            done = start()
+            assert done.returncode == 0, done.stderr
+            assert folder.stat().st_mode & 0o777 == 0o700
+        folder.rmdir()
+        elsewhere.mkdir()
+        started = calls(recorder)
+        folder.symlink_to(elsewhere)
+        assert "is no folder of your own" in start().stderr
+        folder.unlink()
+        if os.getuid() == 0:  # only root can give a folder to another user
+            folder.mkdir()
+            os.chown(folder, user, user)
+            assert "is no folder of your own" in start().stderr
+        assert calls(recorder) == started
+    finally:
+        folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
