@@ -263,6 +263,7 @@ class RayWorkers(RayPeers):
         self._makers = list(makers)
         # for each actor: class of its worker, pickled arguments, role
         self._built: list[tuple[Callable[..., Any], bytes, str]] = []
+        self._renewed: Callable[[int], tuple[Any, ...]] | None = None
         self._closing = threading.Lock()
         self._closed = False
 
@@ -279,17 +280,28 @@ class RayWorkers(RayPeers):
 
     def died(self) -> int | None:
         """Returns the index of an actor that Ray reports as dead, or None if no actor is dead."""
-        states = enumerate(actor._get_local_state() for actor in self._actors)
-        return next((number for number, state in states if state == ActorTableData.DEAD), None)
+        return next((number for number in range(len(self)) if self.dead(number)), None)
 
     def peers(self, numbers: Sequence[int]) -> RayPeers:
         """Returns the workers with the given indices, in a form in which another worker can call
         them."""
         return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
 
-    def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
+    def dead(self, worker: int) -> bool:
+        """Returns True if Ray reports the worker's actor as dead."""
+        return bool(self._actors[worker]._get_local_state() == ActorTableData.DEAD)
+
+    def build(
+        self,
+        kind: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        renewed: Callable[[int], tuple[Any, ...]] | None = None,
+    ) -> None:
         """Makes one worker in every actor. The i-th entry of `arguments` contains the arguments of
-        the i-th actor's worker."""
+        the i-th actor's worker. `renewed` is called with the number of a worker that is being
+        replaced, and returns the arguments of the new worker. By default, the new worker gets the
+        lost worker's arguments."""
+        self._renewed = renewed
         self._built = [
             (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
         ]
@@ -310,6 +322,9 @@ class RayWorkers(RayPeers):
                     f"the {self._what} is not restarted, because the run is ending"
                 )
             self._actors[worker] = actor = self._makers[worker]()
+        if self._renewed is not None:
+            kind, _, role = self._built[worker]
+            self._built[worker] = (kind, pickle.dumps(self._renewed(worker)), role)
         self.wait([actor.build.remote(*self._built[worker])])
 
     def close(self) -> None:

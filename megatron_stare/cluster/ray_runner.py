@@ -76,6 +76,43 @@ def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
     return make_part(config, number, node, server_address(config))
 
 
+def build_replicas(
+    config: Config,
+    replicas: RayWorkers,
+    others: RayWorkers,
+    engine: Callable[..., Any] = hosted_engine,
+    part: Callable[..., Any] = hosted_part,
+) -> None:
+    """Makes the workers of the replicas in their actors.
+
+    Args:
+        replicas: the actors on the replicas' first nodes.
+        others: the actors on the replicas' other nodes, replica by replica.
+    """
+    beside = replica_nodes(config) - 1
+    if not beside:
+        replicas.build(engine, [(config, number) for number in range(len(replicas))])
+        return
+    others.build(
+        part, [(config, number // beside, number % beside + 1) for number in range(len(others))]
+    )
+    rest = others.wait(others.everywhere("host", config.runtime.interface))
+
+    def arguments(number: int) -> tuple[Any, ...]:
+        parts = range(number * beside, (number + 1) * beside)
+        return config, number, others.peers(parts), tuple(rest[part] for part in parts)
+
+    def renewed(number: int) -> tuple[Any, ...]:
+        """Also replaces the replica's parts whose actors are dead. A new actor takes the place of
+        the dead one, on the same node."""
+        for one in range(number * beside, (number + 1) * beside):
+            if others.dead(one):
+                others.replace(one)
+        return arguments(number)
+
+    replicas.build(engine, [arguments(number) for number in range(len(replicas))], renewed)
+
+
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
     """Plans the placement of ranks and replicas on the joined cluster. If the cluster has no GPUs,
     returns None, and Ray may place the actors on any node.
@@ -326,26 +363,10 @@ class RayRunner:
     def _engines(self, config: Config) -> Workers:
         """Makes a worker for each replica. A replica's worker can call the workers on the replica's
         other nodes."""
-        replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
-        if len(replicas):
+        if len(self._replicas):
             self._tell(f"starting the engine {config.rollout.engine.name} ...")
-        if not beside:
-            replicas.build(hosted_engine, [(config, number) for number in range(len(replicas))])
-            return replicas
-        others.build(
-            hosted_part,
-            [(config, part // beside, part % beside + 1) for part in range(len(others))],
-        )
-        rest = others.wait(others.everywhere("host", config.runtime.interface))
-        replicas.build(
-            hosted_engine,
-            [
-                (config, number, others.peers(parts), tuple(rest[part] for part in parts))
-                for number in range(len(replicas))
-                for parts in [range(number * beside, (number + 1) * beside)]
-            ],
-        )
-        return replicas
+        build_replicas(config, self._replicas, self._others)
+        return self._replicas
 
     def close(self) -> None:
         """Ends the actors. Also ends Ray if this process started Ray."""

@@ -16,7 +16,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 from support.cluster import FAKE, Nodes, joined, left_behind, simulated
-from support.parts import First, Part
+from support.parts import First, Part, first_of, part_of
 from support.replicas import TOKENIZER, judged
 from support.runs import ROOT, metrics, model, train
 
@@ -117,6 +117,47 @@ def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
         part.close()
         with pytest.raises(WorkerLostError, match="a engine process died"):
             until_lost(first)
+    finally:
+        for each in started:
+            each.close()
+        reserved.release()
+        until_free(FAKE, 4)
+
+
+def test_an_engine_that_lost_a_worker_on_another_node_comes_back_whole(two_nodes: Nodes) -> None:
+    """Two engines on both nodes. The worker of the second one's part is killed, and comes back on
+    its node; the first one's part stays as it is."""
+    layout = ("rollout.engine=sglang", "rollout.engines=2", "sglang.device=cuda")
+    layout += ("sglang.tensor_parallel=2", "sglang.nodes=2", f"runtime.gpu_resource={FAKE}")
+    asked = load_config(str(ROOT / "configs/quickstart.yaml"), [model(), *layout])
+    demand = Demand(4, tensor=2, replicas=2, replica_gpus=2, replica_nodes=2, shared=True)
+    reserved = Reservation(plan(demand, cluster_nodes(FAKE)), FAKE, WAIT_S)
+    started = []
+    try:
+        started += [
+            start_actors([reserved.part(number) for number in numbers], 1, "engine", WAIT_S)
+            for numbers in ((0, 2), (1, 3))
+        ]
+        firsts, others = started
+        ray_runner.build_replicas(asked, firsts, others, first_of, part_of)
+        before = firsts.call("asked")
+        assert [[said[0].split()[0], said[1]] for said in before] == [
+            ["1", "engine 0"],
+            ["11", "engine 1"],
+        ]
+        kept, killed = (
+            ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in others._actors
+        )
+        os.kill(killed, signal.SIGKILL)
+        deadline = time.monotonic() + WAIT_S
+        while not others.dead(1):
+            assert time.monotonic() < deadline
+        firsts.replace(1)
+        assert firsts.call("asked") == before
+        (same, other) = (
+            ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in others._actors
+        )
+        assert (same, other != killed) == (kept, True)
     finally:
         for each in started:
             each.close()

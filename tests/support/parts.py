@@ -3,8 +3,11 @@ cluster."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 
+from megatron_stare.process.workers import Workers
 from megatron_stare.rollout.engines.replicas import Site
 
 
@@ -33,3 +36,11 @@ class First:
 
     def close(self) -> None:
         """See Part."""
+
+
+def first_of(config: Any, number: int, parts: Workers, others: tuple[str, ...]) -> First:
+    return First(Site(parts, f"engine {number}", others))
+
+
+def part_of(config: Any, number: int, node: int) -> Part:
+    return Part(10 * number + node)
