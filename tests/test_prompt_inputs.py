@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.runs import ROOT
+from transformers.utils import chat_template_utils
 
 from megatron_stare.config.load import load_config
 from megatron_stare.data.prompt_source import make_source
@@ -109,3 +111,22 @@ def test_others_are_named(folder: Path, change: Any, named: set[str]) -> None:
             DataError, match=f"{name} (has changed|is new) since the run was started"
         ):
             refuse_other_inputs(before, {**before, **{name: now[name]}}, config)
+
+
+def test_a_template_with_todays_date_makes_the_same_prompts_on_every_day(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template asks as Llama-3.2's does, which falls back to this date, too."""
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Tomorrow:
+            return cls(2031, 1, 2)
+
+    set_template(folder, '{{ date_string or strftime_now("%d %b %Y") }} ' + TEMPLATE)
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    inputs(folder)
+    text = load_tokenizer(str(folder / "model")).apply_chat_template
+    said = [{"role": "user", "content": "1"}]
+    assert text(said, tokenize=False) == "26 Jul 2024 1="
+    assert text(said, tokenize=False, date_string="1 May 2030") == "1 May 2030 1="

@@ -7,7 +7,7 @@ A row is {"messages": [{"role": ..., "content": ..., "tool_calls": [...]}, ...],
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -17,12 +17,15 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.records import read_rows
 from megatron_stare.data.streams import Split, counter_hash, stream_seed
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.process.interruption import poll
+from megatron_stare.process.signs_of_life import say
 from megatron_stare.records.batch import Demonstration, Prompt
 
 MESSAGES, TOOLS = "messages", "tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASSISTANT = "assistant"
 _PLAIN = {"add_special_tokens": False}  # the template writes them
+_TOLD = 10_000  # rows between two lines of progress; these rows take about a minute
 TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
 
 
@@ -64,22 +67,24 @@ def rendered(
     assistant wrote.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
-    the turn. The template's text after the turn's last special token does not count in the loss. In
-    a rollout, no token spans the border between two turns, because each turn is sampled or encoded
-    separately. This function therefore also encodes each turn separately.
+    the turn. The template's text after the turn's last special token does not count in the loss. If
+    a turn has no special token, the special token that opens the next role's message ends the turn
+    (GLM-4.5), also after the last turn. In a rollout, no token spans the border between two turns,
+    because each turn is sampled or encoded separately. This function therefore also encodes each
+    turn separately.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).
 
     Raises:
-        RowError: the template rejects the messages, or renders a message differently once later
-            messages follow.
+        RowError: the template rejects the messages, renders a message differently once later
+            messages follow, or does not begin an assistant's turn with the generation prompt.
     """
 
-    def text(number: int, *, asks: bool) -> str:
+    def text(turns: Sequence[Mapping[str, Any]], *, asks: bool) -> str:
         try:
             return tokenizer.apply_chat_template(
-                list(messages[:number]),
+                list(turns),
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=asks,
@@ -90,26 +95,36 @@ def rendered(
                 f"is refused by the chat template ({error})", "correct the order of its messages"
             ) from error
 
-    whole = text(len(messages), asks=False)
+    whole = text(messages, asks=False)
     special = special_ids(tokenizer)
     ids: list[int] = []
     mask: list[bool] = []
-    at = 0
+    at, open_ = 0, False  # open_: True if the turn before `at` has no special token
 
     def add(end: int, *, learnt: bool) -> None:
-        nonlocal at
+        nonlocal at, open_
         part = tokenizer(whole[at:end], **_PLAIN).input_ids
-        ends = max((n for n, each in enumerate(part, 1) if each in special), default=len(part))
+        closing = open_ and not learnt and part[:1] != [] and part[0] in special
+        ends = max((n for n, each in enumerate(part, 1) if each in special), default=0)
         ids.extend(part)
-        mask.extend(learnt and n < ends for n in range(len(part)))
-        at = end
+        mask.extend(learnt and n < (ends or len(part)) for n in range(len(part)))
+        if closing:
+            mask[len(ids) - len(part)] = True
+        at, open_ = end, learnt and not ends
 
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        begin = text(number, asks=True)
-        through = text(number + 1, asks=False)
-        if not (whole.startswith(through) and through.startswith(begin) and len(begin) >= at):
+        begin = text(messages[:number], asks=True)
+        through = text(messages[: number + 1], asks=False)
+        if not through.startswith(begin):
+            raise RowError(
+                "has a turn that the chat template does not begin with its generation prompt"
+                f" {begin[-20:]!r}, as for sampling",
+                "use a template that renders an assistant's turn as it was sampled, with its"
+                " thinking",
+            )
+        if not (whole.startswith(through) and len(begin) >= at):
             raise RowError(
                 "has a turn that the chat template renders differently once later messages follow",
                 "give each such turn a row of its own that ends with the turn, or use a template"
@@ -117,8 +132,21 @@ def rendered(
             )
         add(len(begin), learnt=False)
         add(len(through), learnt=True)
+        # the policy must not stop where it goes on itself
+        open_ = open_ and [each["role"] for each in messages[number + 1 :][:1]] != [ASSISTANT]
+    if open_ and at == len(whole) and (end := _next_role(text, tokenizer, special)) is not None:
+        return Rendered([*ids, end], [*mask, True])
     add(len(whole), learnt=False)
     return Rendered(ids, mask)
+
+
+def _next_role(text: Callable[..., str], tokenizer: Any, special: Collection[int]) -> int | None:
+    """Returns the special token with which the template opens a message of the user after the
+    assistant's turn, or None if the message opens with another token."""
+    said, mark = {"role": "user", "content": "question"}, "answer"
+    later = text([said, {"role": ASSISTANT, "content": mark}, said], asks=False)
+    found = tokenizer(later[later.rfind(mark) + len(mark) :], **_PLAIN).input_ids
+    return found[0] if found and found[0] in special else None
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -182,9 +210,12 @@ def _call(call: Any) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError("has a tool call without a name", "see docs/sft.md")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _json(arguments, "has a tool call whose arguments are not JSON")
+    arguments = {} if arguments is None else arguments  # a call without any, in Parquet
+    if not isinstance(arguments, dict):
+        raise RowError("has a tool call whose arguments are not an object", "write an object")
     return {
         **{key: value for key, value in call.items() if key == "id"},
         "type": "function",
@@ -265,6 +296,9 @@ class Conversations:
         number, tokens, learnt = 0, 0, 0
         for _, where, row in rows:
             number += 1
+            poll()
+            if number % _TOLD == 0:
+                say(f"rendering conversations: {number:,} rows ...")
             try:
                 found = self._rendered(row)
             except RowError as error:

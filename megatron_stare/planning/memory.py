@@ -295,7 +295,7 @@ class Fit:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._built: dict[str, list[dict[str, int]]] = {}
-        self._served: dict[str, ServedMemory | None] = {}
+        self._server_memory: dict[str, ServedMemory | None] = {}
 
     def require(self, run: ResolvedRun) -> None:
         """Raises ConfigError if a phase does not fit, or if a server's KV cache cannot hold one
@@ -404,9 +404,9 @@ class Fit:
         config = run.config
         read = (config.model, config.rollout, config.sglang)
         key = f"{config.supervised}{''.join(each.model_dump_json() for each in read)}"
-        if key not in self._served:
-            self._served[key] = served_memory(config, run.shape, self.capacity)
-        return self._served[key]
+        if key not in self._server_memory:
+            self._server_memory[key] = served_memory(config, run.shape, self.capacity)
+        return self._server_memory[key]
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
         """Builds the first rank of each pipeline stage on the meta device. Returns one dict per

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
+from megatron_stare.data import messages as messages_module
 from megatron_stare.data.messages import Conversations, RowError, conversation, rendered
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.records.batch import Demonstration
@@ -75,6 +76,85 @@ def test_calls_are_learnt_and_their_results_are_not(tokenizer: Any) -> None:
     )
 
 
+# in the form of GLM-4.5's
+NO_END = (
+    "{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_turn_that_ends_where_the_next_role_begins(tmp_path: Path) -> None:
+    """The token that opens the next message is what the policy stops at: also after the last turn,
+    whose thinking the template would leave out if it were not the last."""
+    other = AutoTokenizer.from_pretrained(CHAT)
+    roles = ["<|user|>", "<|assistant|>", "<|tool|>"]
+    other.add_special_tokens({"additional_special_tokens": roles})
+    other.chat_template = NO_END
+
+    def parts(*messages: Any) -> list[str]:
+        found = rendered(messages, None, other)
+        cut = [other.decode([id]) for id, kept in zip(*found, strict=True) if kept]
+        assert other.decode(found.ids).startswith(
+            other.apply_chat_template(list(messages), tokenize=False)
+        )
+        return "".join(cut).replace("|>", "|>\0").split("\0")[:-1]
+
+    assert parts(ASK, SAY) == ["It is 3.<|user|>"]
+    assert parts(ASK, SAY, ASK, SAY) == ["It is 3.<|user|>"] * 2
+    assert parts(ASK, SAY, RESULT, SAY) == ["It is 3.<|tool|>", "It is 3.<|user|>"]
+    assert parts(ASK, SAY, ASK) == ["It is 3.<|user|>"]
+    thinking = {"role": "assistant", "content": "<think>1+2</think>3"}
+    assert parts(ASK, thinking) == ["<think>1+2</think>3<|user|>"]
+    other.save_pretrained(tmp_path / "model")
+    config = config_of(tmp_path, [{"messages": [ASK, SAY]}])
+    source = Conversations(config, other, "train")
+    assert source.ends == {other.convert_tokens_to_ids("<|user|>")}
+    # another turn of the assistant is no place to stop
+    found = rendered([ASK, SAY, SAY, ASK], None, other)
+    words = other.decode([id for id, kept in zip(*found, strict=True) if kept])
+    assert words == "It is 3.It is 3.<|user|>"
+
+
+def test_a_template_without_special_tokens_ends_no_turn(tokenizer: Any) -> None:
+    other = AutoTokenizer.from_pretrained(CHAT)
+    other.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    assert learnt(other, ASK, SAY) == "It is 3.\n"
+
+
+@pytest.mark.parametrize("arguments", [None, "null", {}, "{}"])
+def test_a_call_without_arguments_has_an_empty_object(tokenizer: Any, arguments: Any) -> None:
+    for function in ({"name": "now", "arguments": arguments}, {"name": "now"}):
+        turn = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        messages, _ = conversation({"messages": [ASK, turn]})
+        assert '{"name": "now", "arguments": {}}' in learnt(tokenizer, *messages)
+
+
+def test_a_template_that_cuts_the_thinking_of_the_last_turn_is_refused(tokenizer: Any) -> None:
+    """In the form of DeepSeek-R1-Distill's."""
+    other = AutoTokenizer.from_pretrained(CHAT)
+    other.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    with pytest.raises(RowError, match=r"does not begin with its generation prompt .*<think>"):
+        rendered([ASK, {"role": "assistant", "content": "<think>\n1+2</think>3"}], None, other)
+
+
+def test_a_signal_ends_the_reading_of_a_large_file(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(messages_module, "poll", lambda: asked.append(1))
+    Conversations(config_of(tmp_path, [{"messages": [ASK, SAY]}] * 3), tokenizer, "train")
+    assert len(asked) == 3
+
+
 def test_a_turn_is_encoded_as_it_would_be_sampled(tokenizer: Any) -> None:
     """A token over the border of the turn would be one that no policy can sample there."""
 
@@ -107,6 +187,15 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
+        (
+            {
+                "messages": [
+                    ASK,
+                    {**CALL, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+                ]
+            },
+            "has a tool call whose arguments are not an object",
+        ),
         ({"prompt": "x"}, "has no column 'messages' (its columns: 'prompt')"),
         ({"messages": "x"}, "'messages' that is not a list of objects"),
         ({"messages": [ASK, {**SAY, "content": "\ud83d"}]}, "has half of a character"),

@@ -4,13 +4,15 @@ decodes sampled tokens to text. Never accesses the network."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from megatron_stare.errors import DataError
 from megatron_stare.models.shape import ModelShape
@@ -95,8 +97,20 @@ def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
+class _OneDay(datetime):
+    """The clock of chat templates. Llama-3 and Mistral-Small 3 write the date into the system
+    message, so without a fixed date a run that is resumed on another day would have other
+    prompts."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Self:
+        """Returns the date that Llama's templates write if they cannot ask for today's."""
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a Hugging Face folder. Downloads nothing.
+    """Returns the tokenizer of a Hugging Face folder. Downloads nothing. From then on, the chat
+    templates of this process write 26 July 2024 as today's date.
 
     Raises:
         DataError: the folder's tokenizer cannot be loaded, has no vocabulary, or encodes text
@@ -107,6 +121,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except _INVALID as error:
         raise _not_loaded("the tokenizer, or config.json beside it,", error, path) from error
     _check_encoding(tokenizer, path)
+    chat_template_utils.datetime = _OneDay
     return tokenizer
 
 
