@@ -95,6 +95,7 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
         until_free(resource, 4)
 
 
+@pytest.mark.wide
 def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
     """An engine of four GPUs on nodes of two, on those of the ranks. Its worker reaches that of the
     other node, with no help of the driver's, and hears of its end."""
@@ -124,6 +125,7 @@ def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
         until_free(FAKE, 4)
 
 
+@pytest.mark.wide
 def test_an_engine_that_lost_a_worker_on_another_node_comes_back_whole(two_nodes: Nodes) -> None:
     """Two engines on both nodes. The worker of the second one's part is killed, and comes back on
     its node; the first one's part stays as it is."""
