@@ -1,11 +1,21 @@
-"""Trains the quickstart with STARE's weights behind the gate and with predictive control, towards a
-constant target entropy and towards one that moves, and measures how far the entropy is from it. In
-the condition `negated`, the controller gets its forecasts with the wrong sign.
+"""Trains the quickstart with STARE's weights chosen by predictive control and by other controllers,
+towards a constant target entropy and towards one that moves, and measures how far the entropy is
+from it. In the condition `negated`, the predictive controller gets forecasts of the wrong sign.
 
-Both arms are the method `stare_predictive`; the gate's arm never measures, so it stays behind the
-gate. Asked, before the runs: an upper 95 % end of the ratio of errors of at most 1.10, and of at
-most 0.70 for the target that moves. The error is the root mean square of the entropy minus the
-target, of means over ten steps, because a batch's own entropy scatters by about 0.005 nats.
+    gate        W 2 and M 0.3, the quickstart's, behind the gate
+    strong      W 3 and M 0.1, behind the gate: the bounds of all controllers
+    adaptive    a gate whose W and M move by 0.1 in every step
+    pi          W and M follow the gap and the sum of the gaps, without a forecast
+    predictive  the method `stare_predictive`
+
+The settings of `adaptive` and `pi` are those that `laboratory/control.py` chose.
+
+Asked, before the runs: an upper 95 % end of the ratio of errors, predictive to the best other
+controller, of at most 1.10, and of at most 0.70 for the target that moves. The error is the root
+mean square of the entropy minus the target, of means over ten steps, because a batch's own entropy
+scatters by about 0.005 nats. `strong`, `adaptive` and `pi` were added after 15 runs of the first
+three seeds, all of which were thrown away: the command line had dropped the settings of W, M and the
+share (they stood before the method's name), so W was 1.1 and M 0.9 there.
 
 Resumable: finished runs are kept, and a run that was cut short continues from its last checkpoint.
 
@@ -29,11 +39,15 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+import torch
 from machine import machine
+from torch import Tensor
 
+from megatron_stare.algorithms.method import State
+from megatron_stare.algorithms.stare import Stare
 from megatron_stare.algorithms.stare_predictive import StarePredictive
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Request, Statistics, Sum
+from megatron_stare.records.batch_statistics import Request, Statistics, Sum, scalar
 from megatron_stare.run_dir.run_files import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -44,15 +58,19 @@ SHARED = [
     *("algorithm.variant=C2", "algorithm.share=0.3"),
     *("algorithm.amplify=2.0", "algorithm.attenuate=0.3", "algorithm.attenuate_min=0.1"),
 ]
-# the gate's arm has no forecasts to negate, and is one run for both constant targets
-ARMS = {"gate": [f"algorithm.measure_every={NEVER}"], "predictive": []}
-SAME = {("negated", "gate"): ("constant", "gate")}
-PLAIN = "algorithm.name=stare_predictive"
+BLIND = f"algorithm.measure_every={NEVER}"
+ARMS = {
+    "gate": [BLIND],
+    "strong": [BLIND, "algorithm.amplify=3.0", "algorithm.attenuate=0.1"],
+    "adaptive": [BLIND, "algorithm.amplify=1.0", "algorithm.attenuate=1.0"],
+    "pi": [BLIND],
+    "predictive": [],
+}
+METHODS = {"adaptive": "steered.Adaptive", "pi": "steered.Pi"}
 TARGETS = {
-    "constant": [PLAIN, "algorithm.entropy_target=0.12"],
-    "negated": ["algorithm.name=steered.Negated", "algorithm.entropy_target=0.12"],
+    "constant": ["algorithm.entropy_target=0.12"],
+    "negated": ["algorithm.entropy_target=0.12"],
     "ramp": [
-        PLAIN,
         *("algorithm.entropy_target=0.14", "algorithm.target_end=0.08"),
         *("algorithm.ramp_start=100", "algorithm.ramp_steps=150"),
     ],
@@ -75,38 +93,98 @@ class Negated(StarePredictive):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(StarePredictive):
+    """STARE's adaptive gate, for a target that may move."""
+
+    def control(self, state: State, statistics: Statistics) -> State:
+        return self.followed(super(Stare, self).control(state, statistics), statistics)
+
+    def followed(self, state: State, statistics: Statistics) -> State:
+        gap = self.gap(state, statistics)
+        move = 0.1 * torch.sign(gap)
+        return state | {
+            "steps": state["steps"] + 1,
+            "gate": (gap > 0).to(torch.float64),
+            "amplify": (state["amplify"] + move).clamp(1.0, self.amplify_max),
+            "attenuate": (state["attenuate"] - move).clamp(self.attenuate_min, 1.0),
+        }
+
+    def gap(self, state: State, statistics: Statistics) -> Tensor:
+        """Returns the missing share of the step's target."""
+        return 1 - scalar(statistics, "entropy").to(torch.float64) / self.target(state["steps"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pi(Adaptive):
+    """The PI controller of `laboratory/control.py`."""
+
+    def initial_state(self) -> dict[str, float]:
+        return {**super().initial_state(), "sum": 0.0}
+
+    def followed(self, state: State, statistics: Statistics) -> State:
+        gap = self.gap(state, statistics)
+        total = state["sum"] + gap
+        wanted = 10.0 * gap + 1.0 * total
+        strength = wanted.clamp(0, 1)
+        held = (wanted - strength) * gap > 0  # the sum would only saturate the strength further
+        return state | {
+            "steps": state["steps"] + 1,
+            "gate": torch.ones_like(gap),
+            "sum": torch.where(held, state["sum"], total),
+            "amplify": 1 + strength * (self.amplify_max - 1),
+            "attenuate": 1 - strength * (1 - self.attenuate_min),
+        }
+
+
+def own(target: str, arm: str) -> tuple[str, str]:
+    """Returns the target and the arm whose runs are used. Only predictive control has forecasts to
+    negate; with negated ones, the other arms' runs are those of the constant target."""
+    return ("constant" if target == "negated" and arm != "predictive" else target), arm
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/steered")
     args = parser.parse_args()
-    wanted = list(itertools.product(args.seeds, TARGETS, ARMS))
+    pairs = dict.fromkeys(own(*pair) for pair in itertools.product(TARGETS, args.arms))
+    wanted = [(seed, *pair) for seed in args.seeds for pair in pairs]
     with ThreadPoolExecutor(args.jobs) as jobs:
-        own = [each for each in wanted if each[1:] not in SAME]
-        found = dict(zip(own, jobs.map(lambda each: run(args.runs, *each), own), strict=True))
-    found |= {each: found[each[0], *SAME[each[1:]]] for each in wanted if each[1:] in SAME}
+        found = dict(zip(wanted, jobs.map(lambda each: run(args.runs, *each), wanted), strict=True))
     told: dict[str, Any] = {"machine": machine(), "seeds": args.seeds, "settings": SHARED}
     for target in TARGETS:
-        of = {arm: [found[seed, target, arm] for seed in args.seeds] for arm in ARMS}
-        logs = [math.log(p["error"] / g["error"]) for g, p in zip(*of.values(), strict=True)]
-        half = T_975[len(logs)] * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-        told[target] = {
-            "ratio": math.exp(fmean(logs)),
-            "ratio_interval": [math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)],
-            **of,
-        }
+        of = {arm: [found[seed, *own(target, arm)] for seed in args.seeds] for arm in args.arms}
+        told[target] = compared(of) | of
     RESULT.write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps(told, indent=1))
+
+
+def compared(of: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Compares predictive control with each other arm: the paired ratio of errors, a geometric
+    mean, and its 95 % interval over seeds. `best_other` has the least mean error."""
+    ratios = {}
+    for arm in of.keys() - {"predictive"}:
+        pairs = zip(of["predictive"], of[arm], strict=True)
+        logs = [math.log(p["error"] / o["error"]) for p, o in pairs]
+        half = T_975[len(logs)] * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+        middle = fmean(logs)
+        ratios[arm] = [round(math.exp(each), 4) for each in (middle, middle - half, middle + half)]
+    best = min(sorted(ratios), key=lambda arm: fmean(each["error"] for each in of[arm]))
+    return {"best_other": best, "ratio_and_interval": dict(sorted(ratios.items()))}
 
 
 def run(folder: Path, seed: int, target: str, arm: str) -> dict[str, float]:
     """Trains, unless that is done, and returns the figures of the steps from JUDGED on."""
     place = folder / f"{target}-{arm}-{seed}"
     command = [sys.executable, "-m", "megatron_stare.cli", "train", "configs/quickstart.yaml"]
-    command += [*SHARED, *TARGETS[target], *ARMS[arm], f"run.seed={seed}", f"run.dir={place}"]
+    method = "steered.Negated" if target == "negated" else METHODS.get(arm, "stare_predictive")
+    command += [*SHARED, f"algorithm.name={method}", *TARGETS[target], *ARMS[arm]]
+    command += [f"run.seed={seed}", f"run.dir={place}"]
     if (place / "config.yaml").exists():
         command.append("--resume")
     if not (place / "finished").exists():

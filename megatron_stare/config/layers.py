@@ -279,6 +279,14 @@ def _value(text: str, override: str) -> Any:
     return value
 
 
+def breadth(given: Override) -> int:
+    """Returns the number of parts of an override's key. Fewer parts cover more settings. The name
+    of a method or extension counts as the method or extension itself, because a new name drops all
+    settings of the former one."""
+    parents, _, leaf = given.source.partition("=")[0].rpartition(".")
+    return parents.count(".") + 1 + (leaf != "name" or parents not in NAMED) if parents else 1
+
+
 def _apply(tree: dict[str, Any], given: Override) -> None:
     """Applies one override `key.sub=value`. The value is read as YAML, so `1e-6` is a number,
     `true` is a Boolean and `[1, 2]` is a list."""

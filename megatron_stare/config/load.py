@@ -25,6 +25,7 @@ from megatron_stare.config.layers import (
     DEFAULTS,
     Layer,
     Override,
+    breadth,
     layers_of,
     merged,
     read_layers,
@@ -57,7 +58,8 @@ def load_config(
     Args:
         source: a file, the name of a configuration that ships with the package, or the sections
             themselves. The files that a shipped configuration names are found from any folder.
-        overrides: settings above all layers. Paths in overrides are relative to the current folder.
+        overrides: settings above all layers, in any order. Of two values for one key, the last
+            holds. Paths in overrides are relative to the current folder.
         before_method: a function that is called when everything except the method has been checked.
             The method is read after the call; reading the method imports torch.
         beneath: layers beneath the layers of `source`, lowest first.
@@ -67,8 +69,8 @@ def load_config(
             range. For an unknown key, the message suggests a known key.
     """
     layers = layers_of(source) if isinstance(source, Mapping) else read_layers(source)
-    laid = (each if isinstance(each, Override) else Override(each) for each in overrides)
-    return _validated([*beneath, *layers, *laid], before_method)
+    laid = [each if isinstance(each, Override) else Override(each) for each in overrides]
+    return _validated([*beneath, *layers, *sorted(laid, key=breadth)], before_method)
 
 
 def load_section(path: str | Path, name: str) -> Any:

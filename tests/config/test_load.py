@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -71,8 +72,25 @@ def test_naming_another_method_drops_the_settings_of_the_first(tmp_path: Path) -
         path, "algorithm.name=stare", "algorithm.amplify=3"
     )
     assert method(path, "algorithm.amplify=3") == Stare(amplify=3.0)
+    mine = Grpo(clip_high=0.3)
+    for named in ("algorithm=grpo", "algorithm.name=grpo", "algorithm={name: grpo}"):
+        assert method(path, "algorithm.clip_high=0.3", named) == mine
+        assert method(path, named, "algorithm.clip_high=0.3") == mine
+    assert method(path, "algorithm=stare", "algorithm.name=grpo") == Grpo()  # the last holds
+    with pytest.raises(ConfigError, match=r"algorithm\.share"):
+        method(path, "algorithm.share=0.2", "algorithm=grpo")
     short = write(tmp_path, "model: {path: here}\nalgorithm: stare\n")
     assert method(short, "algorithm.share=0.2") == Stare(share=0.2)
+
+
+def test_a_setting_holds_on_either_side_of_its_extension_or_section(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: here}\nreward: {verifier: arithmetic}\n")
+    given = ["reward.workers=3", "reward={verifier: math}"]
+    for overrides in itertools.permutations(["rollout.engine.x=1", "rollout.engine=a.B"]):
+        assert load_config(path, overrides).rollout.engine.settings == {"x": 1}
+    for overrides in itertools.permutations(given):
+        reward = load_config(path, overrides).reward
+        assert (reward.verifier.name, reward.workers) == ("math", 3)
 
 
 def test_the_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:
