@@ -13,8 +13,8 @@ The settings of `adaptive` and `pi` are those that `laboratory/control.py` chose
 Asked, before the runs: an upper 95 % end of the ratio of errors, predictive to the best other
 controller, of at most 1.10, and of at most 0.70 for the target that moves. The error is the root
 mean square of the entropy minus the target, of means over ten steps, because a batch's own entropy
-scatters by about 0.005 nats. `strong`, `adaptive` and `pi` were added after 15 runs of the first
-three seeds, all of which were thrown away: the command line had dropped the settings of W, M and the
+scatters by about 0.005 nats. `strong`, `adaptive` and `pi` were added after 15 runs of three seeds,
+which were thrown away: the command line had dropped the settings of W, M and the
 share (they stood before the method's name), so W was 1.1 and M 0.9 there.
 
 Resumable: finished runs are kept, and a run that was cut short continues from its last checkpoint.

@@ -195,7 +195,7 @@ def test_tasks_and_what_is_dropped(name, tmp_path, capsys):
     (tmp_path / f"in.{kind}").write_text(
         json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows)
     )
-    out = tmp_path / "out.jsonl"
+    out = tmp_path / "new/out.jsonl"
     assert prepare_data.main([name, str(tmp_path / f"in.{kind}"), "--out", str(out)]) == 0
     records, _ = read_records(out)  # what a run reads
     assert [(r.prompt, r.answer, r.id) for r in records] == expected
@@ -240,6 +240,8 @@ def test_what_cannot_be_is_said_and_nothing_is_written(tmp_path, capsys):
     out.write_text("mine")
     assert prepare_data.main(["polaris", str(tmp_path / "wrong.jsonl"), "--out", str(out)]) == 2
     assert out.read_text() == "mine"
+    assert prepare_data.main(["polaris", str(tmp_path / "none"), "--out", f"{out}/x"]) == 2
+    assert f"{out}: the folder cannot be made" in capsys.readouterr().err
 
 
 ASKS = "Write code in <code></code>; its output is in <interpreter></interpreter>.\n"

@@ -223,6 +223,12 @@ def main(argv: list[str] | None = None) -> int:
             raise DataError(
                 "the file exists", where=str(args.out), fix="give another name, or remove it"
             )
+        try:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"the folder cannot be made ({error.strerror})", where=str(args.out.parent)
+            ) from error
         talks = args.data_set == "retool_sft"
         hub = RETOOL if talks else DATA_SETS[args.data_set].hub
         rows = Counted(row for file in args.files or [hub] for _, _, row in read_rows(file)[0])

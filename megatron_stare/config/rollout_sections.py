@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_stare.config.section import Section, check_template
+from megatron_stare.config.section import Section, check_template, expand_path
 from megatron_stare.registry import Extension
 
 
@@ -20,6 +20,8 @@ class MixtureFile(Section):
         1.0, gt=0, allow_inf_nan=False, description="share of the prompts, relative to the others"
     )
     name: str | None = Field(None, description="prefix of its prompts' ids; null: the file's name")
+
+    _paths = field_validator("path")(expand_path)
 
     @property
     def label(self) -> str:
@@ -101,6 +103,8 @@ class DataConfig(Section):
             " `messages`, too"
         ),
     )
+
+    _paths = field_validator("path", "eval_path", "decontaminate")(expand_path)
 
     _template = field_validator("template")(check_template)
 
@@ -347,6 +351,8 @@ class SGLangConfig(Section):
         ),
     )
 
+    _paths = field_validator("python", "sync_folder")(expand_path)
+
 
 # the settings that determine how closely engine and trainer agree
 PRECISIONS = ("model.dtype", "sglang.dtype", "sglang.kv_cache_dtype", "sglang.quantization")
@@ -434,6 +440,8 @@ class RewardConfig(Section):
         description="largest share of a batch whose verification may time out or crash",
     )
 
+    _paths = field_validator("known_answers")(expand_path)
+
 
 class EvalTask(Section):
     """A task on which the policy is evaluated. If a setting is missing or null, the task uses the
@@ -475,6 +483,8 @@ class EvalTask(Section):
     )
     max_new_tokens: int | None = Field(None, ge=1, description="as rollout.max_new_tokens")
     greedy: bool | None = Field(None, description="as eval.greedy")
+
+    _paths = field_validator("path")(expand_path)
 
     _template = field_validator("template")(check_template)
 

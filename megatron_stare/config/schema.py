@@ -25,7 +25,7 @@ from megatron_stare.config.rollout_sections import (
     SGLangConfig,
     coarsest_dtype,
 )
-from megatron_stare.config.section import Section
+from megatron_stare.config.section import Section, expand_path
 from megatron_stare.config.training_sections import (
     BatchConfig,
     MemoryConfig,
@@ -63,6 +63,8 @@ class RunConfig(Section):
     tokens_kept: int = Field(
         8, ge=0, description="samples per dump that are written with the numbers of every token"
     )
+
+    _paths = field_validator("dir")(expand_path)
 
 
 class CheckpointConfig(Section):
@@ -156,6 +158,8 @@ class PlanConfig(Section):
             "file of calibrations by GPU that `plan --calibrate` writes; read if it exists"
         ),
     )
+
+    _paths = field_validator("coefficients")(expand_path)
 
 
 class ObservabilityConfig(Section):

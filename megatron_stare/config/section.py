@@ -3,6 +3,7 @@ share."""
 
 from __future__ import annotations
 
+import os
 from string import Formatter
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +13,16 @@ class Section(BaseModel):
     """Typed, immutable settings of a run. Unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def expand_path(path: str | list[str] | None) -> str | list[str] | None:
+    """Returns a path, or each path of a list, with the home folder in place of a leading ~. Raises
+    ValueError if a path begins with a variable: the value would differ from shell to shell."""
+    if isinstance(path, list):
+        return [str(expand_path(each)) for each in path]
+    if path is not None and path.startswith("$"):
+        raise ValueError("variables are not replaced here; write the path itself")
+    return path and os.path.expanduser(path)
 
 
 def check_template(template: str | None) -> str | None:

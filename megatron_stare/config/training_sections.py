@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megatron_stare.config.section import Section
+from megatron_stare.config.section import Section, expand_path
 
 
 class ModelConfig(Section):
@@ -68,6 +68,8 @@ class ModelConfig(Section):
     head_chunk_tokens: int = Field(
         1024, ge=1, description="tokens whose logits a chunked head holds at a time"
     )
+
+    _paths = field_validator("path", "reference_path")(expand_path)
 
 
 class ParallelConfig(Section):

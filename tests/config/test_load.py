@@ -14,6 +14,15 @@ from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import Method
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.config.load import dump_yaml, load_config
+from megatron_stare.config.rollout_sections import (
+    DataConfig,
+    EvalTask,
+    MixtureFile,
+    RewardConfig,
+    SGLangConfig,
+)
+from megatron_stare.config.schema import PlanConfig, RunConfig
+from megatron_stare.config.training_sections import ModelConfig
 from megatron_stare.errors import ConfigError
 
 
@@ -91,6 +100,29 @@ def test_a_setting_holds_on_either_side_of_its_extension_or_section(tmp_path: Pa
     for overrides in itertools.permutations(given):
         reward = load_config(path, overrides).reward
         assert (reward.verifier.name, reward.workers) == ("math", 3)
+
+
+def test_a_path_may_begin_with_the_home_folder_and_with_no_variable() -> None:
+    made = [
+        RunConfig(dir="~/0").dir,
+        ModelConfig(path="~/1").path,
+        ModelConfig(path="b", reference_path="~/2").reference_path,
+        SGLangConfig(python="~/3").python,
+        SGLangConfig(sync_folder="~/4").sync_folder,
+        RewardConfig(known_answers="~/5").known_answers,
+        DataConfig(path="~/6").path,
+        DataConfig(eval_path="~/7").eval_path,
+        *DataConfig(decontaminate=["~/8", "~/9"]).decontaminate,
+        MixtureFile(path="~/10").path,
+        EvalTask(name="a", path="~/11").path,
+        PlanConfig(coefficients="~/12").coefficients,
+    ]
+    assert made == [str(Path.home() / str(n)) for n in range(13)]
+    kept = load_config(ROOT / "configs/quickstart.yaml", ["model.path=a/~b", "data.path=hf:a/b"])
+    assert (kept.model.path, kept.data.path) == ("a/~b", "hf:a/b")
+    for setting in ("run.dir=$SCRATCH/x", "data.path=${HOME}/x", "model.path=$A"):
+        with pytest.raises(ConfigError, match="variables are not replaced here"):
+            load_config(ROOT / "configs/quickstart.yaml", [setting])
 
 
 def test_the_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:
