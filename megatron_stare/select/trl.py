@@ -139,17 +139,24 @@ class StareGRPOTrainer(GRPOTrainer):
         kept = batch["completion_mask"].bool()
         if (log_probs[kept] > 1e-4).any() or (entropies[kept] < -1e-4).any():
             return "log-probs lie above 0, or entropies below"
-        rows = slice(0, min(2, shape[0]))
+        if batch.get("tool_mask") is not None:
+            kept = kept & batch["tool_mask"].bool()
+        # TRL gives no loss to responses that were cut or that an engine sampled too differently
+        rows = kept.sum(1).argsort(descending=True, stable=True)[:2]
         few = {
             name: value[rows] if isinstance(value, Tensor) and value.dim() else value
             for name, value in batch.items()
         }
+        if "importance_sampling_ratio" in few:
+            few["importance_sampling_ratio"] = torch.ones_like(few["importance_sampling_ratio"])
         few["old_per_token_logps"] = log_probs[rows]
         ones = torch.ones_like(few["completion_mask"], dtype=log_probs.dtype)
         per_row, per_token, doubled = (
             self._loss_of(few, advantages) for advantages in (ones[:, 0], ones, 2 * ones)
         )
         none = self._loss_of(few, 0 * ones)
+        if not kept[rows].any():
+            return None  # after the losses, because they have collectives of all ranks
         if not torch.allclose(per_row, per_token, rtol=1e-4, atol=1e-6):
             return "_compute_loss takes [B, T] advantages otherwise than [B]"
         if not torch.allclose(doubled - none, 2 * (per_token - none), rtol=1e-4, atol=1e-6):

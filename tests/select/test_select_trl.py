@@ -95,6 +95,18 @@ def test_one_and_two_processes_select_alike_ties_included(tmp_path: Path) -> Non
     assert states(tmp_path / "two", 0) == states(tmp_path / "two", 1) == states(tmp_path / "one", 0)
 
 
+@pytest.mark.parametrize(("what", "ranks"), [("cut", 1), ("cut", 2), ("dropped", 1)])
+def test_responses_without_loss_are_no_change_of_trl(tmp_path: Path, what: str, ranks: int) -> None:
+    """Rows without loss say nothing of the loss's use of advantages. Where the first two rows of a
+    rank have none, its run starts all the same, and so do those of the other ranks."""
+    program(what, tmp_path / "run", ranks)
+    (found,) = updates(tmp_path / "run", ranks)
+    empty = ~found["mask"].astype(bool).any(1)
+    first = len(empty) - len(empty) // ranks
+    assert empty[first : first + 2].all() == (what == "cut") and not empty.all()
+    agrees_with_the_reference([found])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resumed_run_goes_on_alike(tmp_path: Path, ranks: int) -> None:
     folder = tmp_path / "run"

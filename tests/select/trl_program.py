@@ -1,8 +1,8 @@
 """Trains the tiny adder in real TRL on fixed completions, and writes what every rank selected.
 
 test_select_trl.py runs it in TRL's environment, by itself or under torchrun:
-`trl_program.py {train,resume,refuse,dump} FOLDER`. With tools/stare_select/trl.patch in trl,
-`patched` and `patched_resume` train TRL's own STARETrainer.
+`trl_program.py {train,cut,dropped,resume,refuse,dump} FOLDER`. With tools/stare_select/trl.patch in
+trl, `patched` and `patched_resume` train TRL's own STARETrainer.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ def trainer(of: type[GRPOTrainer], args: GRPOConfig, **more: Any) -> Any:
         reward_funcs=reward,
         args=args,
         train_dataset=Dataset.from_list(prompts),
-        rollout_func=fixed,
-        **more,
+        **{"rollout_func": fixed, **more},
     )
 
 
@@ -119,6 +118,42 @@ def dump(folder: Path) -> None:
     """Trains two steps with TRL's own log of completions."""
     args = config(folder, max_steps=2, log_completions=True)
     trainer(StareGRPOTrainer, args, stare=STARE).train()
+
+
+def cut(folder: Path) -> None:
+    """Trains where the first responses of a rank, or of the last of two ranks, were cut: TRL gives
+    them no loss."""
+
+    def ending(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        output = fixed(prompts, trainer)
+        for number, ids in enumerate(output["completion_ids"]):
+            if number % 4 >= 2 or RANK < RANKS - 1:
+                ids[-1] = trainer.processing_class.eos_token_id
+        return output
+
+    args = config(folder, max_steps=1, mask_truncated_completions=True)
+    running = trainer(Recording, args, stare=STARE, rollout_func=ending)
+    running.train()
+    _write(folder, "", running)
+
+
+def dropped(folder: Path) -> None:
+    """Trains where TRL's correction for an engine's log-probs drops the first responses."""
+
+    class Dropping(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            batch = super()._generate_and_score_completions(inputs)
+            ratio = torch.ones(len(batch["advantages"]), 1)
+            ratio[:2] = 0.0
+            self.use_vllm = True  # read by the loss, which then takes the ratio
+            return batch | {"importance_sampling_ratio": ratio}
+
+    class Both(Recording, Dropping):
+        """The adapter over it."""
+
+    running = trainer(Both, config(folder, max_steps=1), stare=STARE)
+    running.train()
+    _write(folder, "", running)
 
 
 def resume(folder: Path) -> None:
@@ -234,5 +269,5 @@ def _message(call: Any) -> str | None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    programs = (train, resume, refuse, dump, patched, patched_resume)
+    programs = (train, cut, dropped, resume, refuse, dump, patched, patched_resume)
     {each.__name__: each for each in programs}[sys.argv[1]](Path(sys.argv[2]))
