@@ -281,6 +281,31 @@ def test_a_difference_is_shown_only_beyond_three_errors() -> None:
     assert study.verdict({"mean": 0.0, "error": 0.0}) == 0
 
 
+def test_a_maps_question_is_answered_by_its_own_figure() -> None:
+    """Nearer a target is better: the method with the highest pass@1 is the farthest from it."""
+
+    def figures(**means: float) -> dict[str, dict[str, dict[str, float]]]:
+        told = {key: {"mean": mean, "error": 0.001} for key, mean in means.items()}
+        return {"figures": told, "over_first": told}
+
+    def cell(scores: float) -> dict[str, object]:
+        return {
+            "grpo": figures(**{"pass@1": 0.0, "held": 0.0, "recovered": 0.0}),
+            "stare_o1": figures(**{"pass@1": scores, "held": 0.4, "recovered": 9.0}),
+            "bonus": figures(**{"pass@1": -0.2, "held": -0.3, "recovered": -5.0}),
+            "dg": figures(**{"pass@1": 0.0, "held": 0.0, "recovered": 0.0}),
+        }
+
+    cells = {f"target {a}, lr {b}": cell(0.1 + a + b) for a in (1, 2) for b in (1, 2)}
+    told = {"question": "?", "axes": {"target": [1, 2], "lr": [1, 2]}, "cells": cells}
+    for name, row in (
+        ("bands", "| ? (`bands`) | relative distance from the target | entropy bonus: 4 of 4"),
+        ("changing_reward", "| ? (`changing_reward`) | steps to recover | entropy bonus: 4 of 4"),
+        ("lr_group", "| ? (`lr_group`) | pass@1 | STARE O1: 4 of 4 (+3.100) |"),
+    ):
+        assert study.choices({name: told})[-1].startswith(row)
+
+
 def test_the_digits_verifier_knows_its_answers() -> None:
     from digits import KNOWN_ANSWERS, right_response, verify
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import outcome
@@ -70,6 +71,8 @@ WORDS = {
 ELSEWHERE = {("share_scope", "share"): "P, share of rare tokens"}
 # the figure that each map's picture shows; pass@1 where none is named
 SHOWN = {"bands": "held", "critical_weight": "drift"}
+# the figure that answers a map's question, where the picture shows another one
+DECIDES = {"changing_reward": "recovered"}
 FIGURES = {
     "pass@1": "pass@1",
     "pass@64": "pass@64",
@@ -138,8 +141,9 @@ Each map varies two settings. A row of the first table shows one of the two sett
 pass@1 is the mean over all values of the other setting. Use only the direction, not the value,
 because the target in nats depends on the model. `megatron-stare suggest` suggests a target from a
 run's first steps ([tuning](tuning.md)). The second table compares each method with the first method
-of a map. It counts the cells with higher pass@1 and subtracts the cells with lower pass@1. The
-table names the methods for which this number is largest.
+of a map by the figure that answers the map's question. It counts the cells in which this figure is
+better and subtracts the cells in which it is worse. The table names the methods for which the
+result is largest, each with its mean difference over all cells.
 """
 
 
@@ -177,6 +181,11 @@ def counts(told: Mapping[str, Any], method: str, figure: str) -> tuple[int, int]
     """Returns the numbers of cells in which a method is higher and lower than the first."""
     found = [verdict(cell[method]["over_first"][figure]) for cell in told["cells"].values()]
     return found.count(1), found.count(-1)
+
+
+def mean_over_first(told: Mapping[str, Any], method: str, figure: str) -> float:
+    """Returns a method's difference to the first, in the figure's unit: mean over all cells."""
+    return fmean(cell[method]["over_first"][figure]["mean"] for cell in told["cells"].values())
 
 
 def picture(name: str, told: Mapping[str, Any]) -> str:
@@ -269,7 +278,7 @@ CHOICES = (
 
 def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns what the maps say of STARE's settings: for each value of a setting the mean of its
-    cells, and for each map the method that is higher in most cells."""
+    cells, and for each map the method that is better in most cells."""
     lines = ["| setting | value: pass@1, entropy at the end in nats | best pass@1 at |"]
     lines += ["|---|---|---|"]
     lower = []
@@ -302,20 +311,26 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines += ["", f"With {said}, pass@1 is higher and final entropy lower."]
     lines += [
         "",
-        "| if this decides | methods higher in most cells, and in how many |",
-        "|---|---|",
+        "| if this decides | by | methods better in most cells, in how many, and mean difference |",
+        "|---|---|---|",
     ]
     for name, told in maps.items():
+        figure = DECIDES.get(name, SHOWN.get(name, "pass@1"))
         others = [each for each in methods(told)[1:] if each in NAMES]
-        if "pass@1" not in next(iter(next(iter(told["cells"].values())).values()))["figures"]:
+        if figure == "drift" or len(others) < 3:
             continue
-        net = {each: (lambda c: c[0] - c[1])(counts(told, each, "pass@1")) for each in others}
-        most = max(net.values(), default=0)
-        if len(others) < 3 or most <= 0:
+        sign = -1 if figure in LESS_IS_BETTER else 1
+        net = {each: sign * (c[0] - c[1]) for each in others for c in [counts(told, each, figure)]}
+        most = max(net.values())
+        if most <= 0:
             continue
-        found = ", ".join(NAMES[each] for each in others if net[each] == most)
-        size = len(told["cells"])
-        lines.append(f"| {told['question']} (`{name}`) | {found}: {most} of {size} |")
+        size, digits = len(told["cells"]), 0 if figure == "recovered" else 3
+        found = "; ".join(
+            f"{NAMES[each]}: {most} of {size} ({mean_over_first(told, each, figure):+.{digits}f})"
+            for each in others
+            if net[each] == most
+        )
+        lines.append(f"| {told['question']} (`{name}`) | {FIGURES[figure]} | {found} |")
     return lines
 
 
