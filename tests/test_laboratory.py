@@ -413,6 +413,45 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     assert outcome.read() is None
 
 
+@pytest.mark.parametrize(
+    ("base", "other", "said"),
+    [
+        ([0.0] * 8, [0.0] * 8, "only that the share of runs above 0 is more than 0.37"),
+        ([0.5] * 8, [0.51] * 8, "equal and give no interval"),
+        ([0.0] * 8, [0.0, 1.0] * 2 + [0.0] * 4, "not shown; above +0.637 is excluded"),
+        ([1.0] * 8, [0.0, 1.0] * 2 + [1.0] * 4, "not shown; below -0.637 is excluded"),
+        ([0.5] * 8, [0.0, 1.0] * 4, "not shown; above +0.447 and below -0.447 is excluded"),
+        ([0.8] * 7 + [0.1], [0.81] * 7 + [0.11], "equal and give no interval"),  # up to rounding
+    ],
+)
+def test_runs_without_spread_or_at_an_end_exclude_no_more_than_they_can(
+    base: list[float], other: list[float], said: str
+) -> None:
+    plan = {
+        "tasks": {"t": {}},
+        "arms": {"grpo": {}, "bonus": {}},
+        "compared": ["bonus"],
+        "with": "grpo",
+        "least": 0.03,
+        "level": 0.001,
+        "seeds": {"evaluation": list(range(8))},
+    }
+    runs = {
+        f"t, {arm}, seed {seed}": {"pass@1": score, "pass@16": score, "entropy": 0.1 * seed}
+        for arm, scores in (("grpo", base), ("bonus", other))
+        for seed, score in enumerate(scores)
+    }
+    told = {"plan": plan, "runs": runs}
+    row = outcome.decided(told)[-1]
+    assert said in row
+    if "excluded" not in said:
+        assert "is excluded" not in row and f"{other[0] - base[0]:+.3f}, all alike" in row
+    if len(set(other)) == 1:
+        assert f"{other[0]:.3f}, all alike | {other[0]:.3f}, all alike | 0.350 [" in str(
+            outcome.arms(told, "t")[-1]
+        )
+
+
 def test_a_rate_at_the_edge_of_the_tries_is_said() -> None:
     plan = {
         "tasks": {"t": {}},

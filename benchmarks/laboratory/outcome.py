@@ -49,6 +49,24 @@ def interval(found: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
+def stated(found: Sequence[float]) -> str:
+    """Returns the mean with its 95 % interval as text. Equal values have no spread from which an
+    interval could be computed."""
+    mean, low, high = interval(found)
+    return f"{mean:.3f}, all alike" if same(found) else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def same(found: Sequence[float]) -> bool:
+    """Returns True if all values are equal up to rounding."""
+    return max(found) - min(found) < 1e-9
+
+
+def most_successes(runs: int) -> float:
+    """Returns the upper end of the two-sided 95 % interval of a share of runs, if it was 0 in all
+    of them (Clopper and Pearson)."""
+    return 1 - 0.025 ** (1 / runs)
+
+
 def sign_flip(differences: Sequence[float]) -> float:
     """Returns the two-sided p of the exact sign-flip test: the share of all choices of signs whose
     mean is at least as far from 0."""
@@ -87,17 +105,35 @@ def decided(told: Mapping[str, Any]) -> list[str]:
     ]
     for (task, arm), each in found.items():
         mean, low, high = interval(each)
+        shown = (
+            f"{mean:+.3f}, all alike" if same(each) else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+        )
         if p[task, arm] < plan["level"] and abs(mean) >= least:
             said = "higher" if mean > 0 else "lower"
-        elif -least < low and high < least:
-            said = f"not shown; {least} either way is excluded"
         else:
-            said = f"not shown; above {high:+.3f} and below {low:+.3f} is excluded"
-        lines.append(
-            f"| `{task}` | {NAMES[arm]} | {mean:+.3f} [{low:+.3f}, {high:+.3f}] |"
-            f" {p[task, arm]:.3f} | {said} |"
-        )
+            said = "not shown; " + unshown(told, task, arm)
+        lines.append(f"| `{task}` | {NAMES[arm]} | {shown} | {p[task, arm]:.3f} | {said} |")
     return lines
+
+
+def unshown(told: Mapping[str, Any], task: str, arm: str) -> str:
+    """Returns the effects that an arm's runs exclude though they show none."""
+    each, least = differences(told, task, arm), told["plan"]["least"]
+    base = values(told, task, told["plan"]["with"], "pass@1")
+    if not any(base) and not any(each):
+        return (
+            f"all {len(base)} runs of both arms at 0, which rules out only that the share of runs"
+            f" above 0 is more than {most_successes(len(base)):.2f}"
+        )
+    if same(each):
+        return "all differences are equal and give no interval"
+    _, low, high = interval(each)
+    if -least < low and high < least:
+        return f"{least} either way is excluded"
+    # pass@1 lies between 0 and 1, so differences beyond these ends are impossible, not excluded
+    ends = [f"above {high:+.3f}"] if high < 1 - fmean(base) else []
+    ends += [f"below {low:+.3f}"] if low > -fmean(base) else []
+    return f"{' and '.join(ends)} is excluded" if ends else "no possible difference is excluded"
 
 
 def arms(told: Mapping[str, Any], task: str) -> list[str]:
@@ -106,10 +142,7 @@ def arms(told: Mapping[str, Any], task: str) -> list[str]:
     head = ["arm", *FIGURES[:-1], "entropy, nats", *(["steps to recover"] if recovers else [])]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for arm in told["plan"]["arms"]:
-        cells = []
-        for figure in FIGURES:
-            mean, low, high = interval(values(told, task, arm, figure))
-            cells.append(f"{mean:.3f} [{low:.3f}, {high:.3f}]")
+        cells = [stated(values(told, task, arm, figure)) for figure in FIGURES]
         if recovers:
             steps = values(told, task, arm, "steps to recover")
             done = [each for each in steps if each is not None]
