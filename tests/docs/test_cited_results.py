@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -45,3 +46,13 @@ def test_a_ratio_of_few_pairs_has_a_median_and_no_interval() -> None:
     assert pairs.spread([1.0] * 4, [1.0] * 4)["median_95"] is None
     told = pairs.spread([float(each) for each in range(9, 0, -1)], [1.0] * 9)
     assert (told["median"], told["median_95"]) == (5.0, [2.0, 8.0])
+
+
+def test_the_interval_of_sampling_ahead_is_that_between_seeds() -> None:
+    """Pooled over problems, the interval leaves out how much runs of one arm differ."""
+    told = result("staleness_reward")
+    for arm in ("staleness 1", "partial"):
+        mean, low, high = told["arms"][arm]["against_synchronous"]["by_seed_95"]
+        interval = rf"{mean:+.3f} \((?:95 % interval over 3 seeds: )?{low:+.3f} to {high:+.3f}\)"
+        assert re.search(interval.replace("+0", r"\+0"), words("asynchrony.md")), interval
+    assert (len(told["seeds"]), told["settings"]["steps"]) == (3, 100)
