@@ -292,18 +292,42 @@ def test_a_maps_question_is_answered_by_its_own_figure() -> None:
         return {
             "grpo": figures(**{"pass@1": 0.0, "held": 0.0, "recovered": 0.0}),
             "stare_o1": figures(**{"pass@1": scores, "held": 0.4, "recovered": 9.0}),
-            "bonus": figures(**{"pass@1": -0.2, "held": -0.3, "recovered": -5.0}),
+            "bonus": figures(**{"pass@1": -scores, "held": -0.3, "recovered": -5.0}),
             "dg": figures(**{"pass@1": 0.0, "held": 0.0, "recovered": 0.0}),
         }
 
-    cells = {f"target {a}, lr {b}": cell(0.1 + a + b) for a in (1, 2) for b in (1, 2)}
+    cells = {f"target {a}, lr {b}": cell(0.1 + a + 2 * b) for a in (1, 2) for b in (1, 2)}
     told = {"question": "?", "axes": {"target": [1, 2], "lr": [1, 2]}, "cells": cells}
     for name, row in (
         ("bands", "| ? (`bands`) | relative distance from the target | entropy bonus: 4 of 4"),
         ("changing_reward", "| ? (`changing_reward`) | steps to recover | entropy bonus: 4 of 4"),
-        ("lr_group", "| ? (`lr_group`) | pass@1 | STARE O1: 4 of 4 (+3.100) |"),
+        ("lr_group", "| ? (`lr_group`) | pass@1 | STARE O1: 4 of 4 (+4.600) |"),
     ):
         assert study.choices({name: told})[-1].startswith(row)
+
+
+def test_a_training_that_cells_repeat_is_counted_once() -> None:
+    """A method without a target has one training for each learning rate, whose distance from the
+    target still differs by cell."""
+
+    def told(target: float, lr: float, reads: bool) -> dict[str, dict[str, dict[str, float]]]:
+        one = lr + target * reads
+        means = {"pass@1": one, "pass@64": one, "held": lr + target}
+        each = {key: {"mean": mean, "error": 0.001} for key, mean in means.items()}
+        return {"figures": each, "over_first": each}
+
+    cells = {
+        f"target {a}, lr {b}": {"grpo": told(a, b, False)}
+        | {name: told(a, b, name == "stare_o1") for name in ("stare_o1", "dapo", "dg")}
+        for a in (0.1, 0.2, 0.4)
+        for b in (1.0, 2.0)
+    }
+    each = {"question": "?", "axes": {"target": [0.1, 0.2, 0.4], "lr": [1.0, 2.0]}, "cells": cells}
+    assert study.counts(each, "dapo", "pass@1") == (2, 0, 2)
+    assert study.counts(each, "stare_o1", "pass@1") == (6, 0, 6)
+    assert study.counts(each, "dapo", "held") == (6, 0, 6)
+    assert "| DAPO's clip | 2, 0 | 2, 0 | 2 |" in study.table({"x": each})[3]
+    assert "DAPO's clip: 2 of 2 (+1.500)" in study.choices({"lr_group": each})[-1]
 
 
 def test_the_digits_verifier_knows_its_answers() -> None:

@@ -80,6 +80,8 @@ FIGURES = {
     "held": "relative distance from the target",
     "drift": "change of entropy, nats a unit step",
 }
+# figures that are equal if two cells have the same training
+SAME = ("entropy", "reward", "pass@1", "pass@16", "pass@64")
 LESS_IS_BETTER = ("recovered", "held")
 CELL_W, CELL_H, GAP, LEFT, TOP = 66, 30, 26, 92, 52
 HEAD = 48  # above the panels
@@ -135,15 +137,19 @@ to one token per step from the loss, which is a far larger share of a batch here
 run. OPEFO and GEPO are not in the maps, because their formulas are inferred.
 
 ## Where methods differ from the first of each map
+
+Cells repeat a training if neither the method nor the map's first depends on one of the settings
+(a target, for example). The table counts such a training once.
 """
 CHOOSING = """\
 Each map varies two settings. A row of the first table shows one of the two settings. The row's
 pass@1 is the mean over all values of the other setting. Use only the direction, not the value,
 because the target in nats depends on the model. `megatron-stare suggest` suggests a target from a
 run's first steps ([tuning](tuning.md)). The second table compares each method with the first method
-of a map by the figure that answers the map's question. It counts the cells in which this figure is
-better and subtracts the cells in which it is worse. The table names the methods for which the
-result is largest, each with its mean difference over all cells.
+of a map by the figure that answers the map's question. It counts the trainings in which this figure
+is better and subtracts those in which it is worse. The table names the methods for which the result
+is the largest share of trainings, each with its mean difference. A distance from the target counts
+once for each target.
 """
 
 
@@ -177,15 +183,30 @@ def methods(told: Mapping[str, Any]) -> list[str]:
     return list(next(iter(told["cells"].values())))
 
 
-def counts(told: Mapping[str, Any], method: str, figure: str) -> tuple[int, int]:
-    """Returns the numbers of cells in which a method is higher and lower than the first."""
-    found = [verdict(cell[method]["over_first"][figure]) for cell in told["cells"].values()]
-    return found.count(1), found.count(-1)
+def trainings(told: Mapping[str, Any], method: str, figure: str) -> dict[str, Mapping[str, float]]:
+    """Returns a method's differences to the first, one for each distinct pair of trainings. Where
+    neither depends on an axis, a map's cells repeat the same training."""
+    found = {}
+    for cell in told["cells"].values():
+        # the distance from the target depends on the cell even if the training does not
+        pair = [
+            {name: each for name, each in cell[one]["figures"].items() if name in (figure, *SAME)}
+            for one in (methods(told)[0], method)
+        ]
+        found[json.dumps(pair)] = cell[method]["over_first"][figure]
+    return found
+
+
+def counts(told: Mapping[str, Any], method: str, figure: str) -> tuple[int, int, int]:
+    """Returns the numbers of distinct trainings in which a method is higher and lower than the
+    first, and of all."""
+    found = [verdict(each) for each in trainings(told, method, figure).values()]
+    return found.count(1), found.count(-1), len(found)
 
 
 def mean_over_first(told: Mapping[str, Any], method: str, figure: str) -> float:
-    """Returns a method's difference to the first, in the figure's unit: mean over all cells."""
-    return fmean(cell[method]["over_first"][figure]["mean"] for cell in told["cells"].values())
+    """Returns a method's difference to the first, in the figure's unit: mean over trainings."""
+    return fmean(each["mean"] for each in trainings(told, method, figure).values())
 
 
 def picture(name: str, told: Mapping[str, Any]) -> str:
@@ -252,8 +273,8 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
 
 
 def table(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns a table: for every map and method the cells in which it is higher and lower."""
-    lines = ["| map | method | pass@1 higher, lower | pass@64 higher, lower | of cells |"]
+    """Returns a table: for every map and method the trainings in which it is higher and lower."""
+    lines = ["| map | method | pass@1 higher, lower | pass@64 higher, lower | of trainings |"]
     lines += ["|---|---|---|---|---|"]
     for name, told in maps.items():
         if "pass@1" not in next(iter(next(iter(told["cells"].values())).values()))["figures"]:
@@ -262,7 +283,7 @@ def table(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
             one, many = counts(told, method, "pass@1"), counts(told, method, "pass@64")
             lines.append(
                 f"| `{name}` | {NAMES[method]} | {one[0]}, {one[1]} | {many[0]}, {many[1]} |"
-                f" {len(told['cells'])} |"
+                f" {one[2]} |"
             )
     return lines
 
@@ -278,7 +299,7 @@ CHOICES = (
 
 def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns what the maps say of STARE's settings: for each value of a setting the mean of its
-    cells, and for each map the method that is better in most cells."""
+    cells, and for each map the method that is better most often."""
     lines = ["| setting | value: pass@1, entropy at the end in nats | best pass@1 at |"]
     lines += ["|---|---|---|"]
     lower = []
@@ -311,7 +332,7 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines += ["", f"With {said}, pass@1 is higher and final entropy lower."]
     lines += [
         "",
-        "| if this decides | by | methods better in most cells, in how many, and mean difference |",
+        "| if this decides | by | methods better most often: trainings (mean difference) |",
         "|---|---|---|",
     ]
     for name, told in maps.items():
@@ -320,15 +341,18 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if figure == "drift" or len(others) < 3:
             continue
         sign = -1 if figure in LESS_IS_BETTER else 1
-        net = {each: sign * (c[0] - c[1]) for each in others for c in [counts(told, each, figure)]}
-        most = max(net.values())
+        net = {}
+        for each in others:
+            higher, lower, of = counts(told, each, figure)
+            net[each] = (sign * (higher - lower), of)
+        most = max(better / of for better, of in net.values())
         if most <= 0:
             continue
-        size, digits = len(told["cells"]), 0 if figure == "recovered" else 3
+        digits = 0 if figure == "recovered" else 3
         found = "; ".join(
-            f"{NAMES[each]}: {most} of {size} ({mean_over_first(told, each, figure):+.{digits}f})"
-            for each in others
-            if net[each] == most
+            f"{NAMES[each]}: {better} of {of} ({mean_over_first(told, each, figure):+.{digits}f})"
+            for each, (better, of) in net.items()
+            if better / of == most
         )
         lines.append(f"| {told['question']} (`{name}`) | {FIGURES[figure]} | {found} |")
     return lines
