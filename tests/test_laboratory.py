@@ -387,7 +387,7 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
         "least": 0.03,
         "level": 0.05,
         "seeds": {"evaluation": seeds},
-        "predictions": {"t": {"dapo": "same", "bonus": "higher", "twenty_entropy": "higher"}},
+        "predictions": {"t": {"dapo": "higher", "bonus": "higher", "twenty_entropy": "same"}},
         "tried": [{"task": "t", "pass@1": {0.001: 0.2}, "taken": True}],
         "question": "Does it?",
     }
@@ -429,7 +429,16 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     assert dapo_row.endswith("not shown; 0.03 either way is excluded |")
     assert bonus_row.endswith("| higher |") and "| +0.235 [" in bonus_row
     assert "not shown; above +0.4" in forks_row and "below -0.4" in forks_row
-    assert "**wrong**" in outcome.predicted(told)[2] and "higher |" in outcome.predicted(told)[3]
+    rows = [row.partition("| ")[2].partition(" | ")[2] for row in outcome.predicted(told)[2:]]
+    assert rows == [
+        "DAPO | higher | same, **wrong** |",  # within .03, in spite of an interval above 0
+        "entropy bonus | higher | higher |",
+        "20-Entropy | same | undecided |",  # not same: ten times .03 is not excluded
+    ]
+    assert outcome.observed([0.0] * 8, 0.03) == outcome.observed([0.5] * 8, 0.03) == "undecided"
+    assert outcome.observed([-0.2 - 0.01 * seed for seed in seeds], 0.03) == "lower"
+    assert outcome.observed([0.02 + 0.004 * seed for seed in seeds], 0.05) == "same"
+    assert outcome.observed([0.01 + 0.01 * seed for seed in seeds], 0.05) == "undecided"
     assert "40 in 1 of 8" in outcome.arms(told, "t")[2]
     ElementTree.fromstring(outcome.picture(told, study.STYLE + study.CURVES))
     assert outcome.section(told)[0] == "## On a trained model"

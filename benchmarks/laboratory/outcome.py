@@ -151,14 +151,26 @@ def arms(told: Mapping[str, Any], task: str) -> list[str]:
     return lines
 
 
+def observed(found: Sequence[float], least: float) -> str:
+    """Returns `higher` or `lower` if the mean is at least `least` from 0 and the 95 % interval does
+    not contain 0, `same` if the interval lies within `least` of 0, or `undecided`."""
+    mean, low, high = interval(found)
+    if same(found):
+        return "undecided"  # without spread the interval says nothing
+    if -least < low and high < least:
+        return "same"
+    if abs(mean) >= least and low * high > 0:
+        return "higher" if mean > 0 else "lower"
+    return "undecided"
+
+
 def predicted(told: Mapping[str, Any]) -> list[str]:
     """Returns a table of what the maps let one expect and what was seen."""
     lines = ["| task | arm | expected | seen |", "|---|---|---|---|"]
     for task, expected in told["plan"]["predictions"].items():
         for arm, each in expected.items():
-            _, low, high = interval(differences(told, task, arm))
-            seen = "higher" if low > 0 else "lower" if high < 0 else "same"
-            wrong = "" if seen == each else ", **wrong**"
+            seen = observed(differences(told, task, arm), told["plan"]["least"])
+            wrong = "" if seen in (each, "undecided") else ", **wrong**"
             lines.append(f"| `{task}` | {NAMES[arm]} | {each} | {seen}{wrong} |")
     return lines
 
@@ -282,7 +294,9 @@ def section(told: Mapping[str, Any]) -> list[str]:
     lines += afterwards(told) or at_the_edge(told)
     lines += ["Greedy accuracy, which the plan names, was not recorded.", ""]
     lines += [
-        "Pass@1 relative to GRPO, as the maps predict it and as observed:",
+        "Pass@1 relative to GRPO, as the maps predict it and as observed. Same: the 95 % interval"
+        f" lies within {plan['least']} of 0. Higher, lower: it does not contain 0, and the"
+        f" mean is at least {plan['least']} from 0. Undecided: neither, or no spread.",
         "",
         *predicted(told),
         "",

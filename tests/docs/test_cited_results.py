@@ -67,3 +67,9 @@ def test_the_selects_time_is_that_by_the_clock() -> None:
     readme = " ".join((ROOT / "benchmarks/results/README.md").read_text().split())
     for each in (sorted_one, unsorted):
         assert f"{each['median']:.2f} times ({each['from']:.2f} to {each['to']:.2f})" in readme
+
+
+def test_the_words_of_readmes_figure_are_the_figures_own() -> None:
+    figure = (DOCS / "pictures/entropy.svg").read_text()
+    (title,) = re.findall(r">(Sampled pass@1: [^<]*)<", figure)
+    assert f"{title}.](docs/pictures/entropy.svg)" in (ROOT / "README.md").read_text()
