@@ -30,6 +30,7 @@ from megatron_stare.records.batch import TokenBatch
 
 sys.path.insert(0, str(ROOT / "benchmarks/laboratory"))
 
+import held_out
 import maps
 import outcome
 import study
@@ -503,6 +504,13 @@ def test_a_rate_at_the_edge_of_the_tries_is_said() -> None:
     assert said(0.1, 0.3, 0.2) == said(0.0, 0.0, 0.0) == []
     assert "edge of GRPO's tries, 1." in said(0.4, 0.3, 0.2)[0]
     assert "edge of GRPO's tries, 3." in said(0.1, 0.3, 0.4)[0]
+
+
+def test_a_suggestion_that_harms_is_counted_without_a_gap() -> None:
+    row = {"default": 0.5, "best": 0.52, "score": 0.49}  # a gap of 4 %, which does not count
+    other = {"default": 0.5, "best": 0.8, "score": 0.7}
+    told = held_out.told([row, other])
+    assert told == {"with a gap": 1, "at least half closed": 1, "below the default": 1}
 
 
 def test_a_method_is_added_to_a_cell_as_if_it_had_been_there(

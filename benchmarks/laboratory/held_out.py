@@ -143,6 +143,18 @@ def counts(row: dict[str, Any]) -> bool:
     return bool(row["best"] - row["default"] >= GAP * row["best"])
 
 
+def told(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Returns the numbers of settings with a gap, of those in which at least half of it is closed,
+    and of all settings that the suggestion left below the default."""
+    gaps = [row for row in rows if counts(row)]
+    closed = [(row["score"] - row["default"]) / (row["best"] - row["default"]) for row in gaps]
+    return {
+        "with a gap": len(gaps),
+        "at least half closed": sum(share >= 0.5 for share in closed),
+        "below the default": sum(row["score"] < row["default"] for row in rows),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -155,17 +167,9 @@ def main() -> None:
         rows = json.loads(args.out.read_text())["settings"]
     while sum(map(counts, rows)) < WANTED:
         rows.append(examined(args.from_seed + len(rows), args.seeds))
-        gaps = [row for row in rows if counts(row)]
-        closed = [(row["score"] - row["default"]) / (row["best"] - row["default"]) for row in gaps]
-        told = {
-            "machine": machine(),
-            "seeds": args.seeds,
-            "with a gap": len(gaps),
-            "at least half closed": sum(share >= 0.5 for share in closed),
-            "settings": rows,
-        }
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
-        print(len(rows), len(gaps), told["at least half closed"], flush=True)
+        found = {"machine": machine(), "seeds": args.seeds, **told(rows), "settings": rows}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(len(rows), told(rows), flush=True)
 
 
 if __name__ == "__main__":

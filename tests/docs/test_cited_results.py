@@ -25,6 +25,11 @@ def words(page: str) -> str:
     return " ".join((DOCS / page).read_text().split())
 
 
+def evidence() -> str:
+    """The words of the results' own page."""
+    return " ".join((ROOT / "benchmarks/results/README.md").read_text().split())
+
+
 def test_the_watchers_cost_is_the_measured_one() -> None:
     told = result("watcher_overhead")
     steps, runs = told["a step, with / without"], told["a whole run, with / without"]
@@ -64,7 +69,7 @@ def test_the_selects_time_is_that_by_the_clock() -> None:
     sorted_one, unsorted = told["topk of the keys"], told["unsorted topk of the keys"]
     row = f"| {sorted_one['median']:.2f} | time of exact top-k of 2^24 keys"
     assert row in (DOCS / "results.md").read_text()
-    readme = " ".join((ROOT / "benchmarks/results/README.md").read_text().split())
+    readme = evidence()
     for each in (sorted_one, unsorted):
         assert f"{each['median']:.2f} times ({each['from']:.2f} to {each['to']:.2f})" in readme
 
@@ -73,3 +78,19 @@ def test_the_words_of_readmes_figure_are_the_figures_own() -> None:
     figure = (DOCS / "pictures/entropy.svg").read_text()
     (title,) = re.findall(r">(Sampled pass@1: [^<]*)<", figure)
     assert f"{title}.](docs/pictures/entropy.svg)" in (ROOT / "README.md").read_text()
+
+
+def test_the_harm_of_suggestions_is_said_with_their_gain() -> None:
+    rows = result("laboratory_suggest_unseen")["settings"]
+    ratios = [row["score"] / row["default"] for row in rows]
+    below, farther = (sum(ratio < most for ratio in ratios) for most in (1.0, 0.99))
+    worst = f"{100 * (1 - min(ratios)):.1f} %"
+    assert f"below the default in {below}, more than 1 % below in {farther}" in evidence()
+    assert f"at worst {worst} below" in evidence()
+    constant = sum(row["suggested"][1:] == [3.0, 0.1] for row in rows)
+    assert f"In {constant} of the {len(rows)} settings it is W = 3, M = 0.1" in evidence()
+    caution = f"lowered the reward in {below} of {len(rows)} settings, by up to {worst}"
+    assert caution in words("tuning.md")
+    first = result("laboratory_suggest")
+    gaps, closed = first["with a gap"], first["at least half closed"]
+    assert f"sweep in {gaps}. In {closed} of these {gaps} the suggestion" in evidence()
