@@ -42,8 +42,8 @@ def test_the_watchers_cost_is_the_measured_one() -> None:
     ("count", "outer"), [(1, None), (3, None), (5, None), (6, 0), (8, 0), (9, 1), (40, 13)]
 )
 def test_pairs_too_few_for_a_median_have_no_interval(count: int, outer: int | None) -> None:
-    """Of 5 values the whole range encloses the median with 94 %, of 6 with 97 %; the second of 8
-    and the last but one with 93 %, of 9 with 96 %."""
+    """The whole range encloses the median with 94 % for 5 values and 97 % for 6. The second value
+    and the last but one enclose it with 93 % for 8 values and 96 % for 9."""
     assert pairs.left_out(count) == outer
 
 
