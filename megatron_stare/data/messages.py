@@ -144,7 +144,10 @@ def _next_role(text: Callable[..., str], tokenizer: Any, special: Collection[int
     """Returns the special token with which the template opens a message of the user after the
     assistant's turn, or None if the message opens with another token."""
     said, mark = {"role": "user", "content": "question"}, "answer"
-    later = text([said, {"role": ASSISTANT, "content": mark}, said], asks=False)
+    try:
+        later = text([said, {"role": ASSISTANT, "content": mark}, said], asks=False)
+    except RowError:  # a template for tasks of another kind
+        return None
     found = tokenizer(later[later.rfind(mark) + len(mark) :], **_PLAIN).input_ids
     return found[0] if found and found[0] in special else None
 
