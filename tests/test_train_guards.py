@@ -80,7 +80,10 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.wide
 def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    notes: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     seed = stream_seed(1, "train")
     drawn = [draw_problem(seed, "train", i).answer for i in range(PROMPTS * (STEPS + 1))]
@@ -114,9 +117,10 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
     # opening the run again takes 1000 s of 1500, and is not what a step takes, of which the next
     # would be too many
     limit = TimeLimit(1500.0, clock=lambda: 1000.0 * sum("rolls back" in note for note in notes))
-    assert (
-        run(stopped, "faults.guards.grad_norm.action=rollback", resume=True, limit=limit) == stopped
-    )
+    down = "support.guarded.DownAfterOneResume"  # which does not keep the run from going on
+    settings = ("faults.guards.grad_norm.action=rollback", f"observability.sinks=[jsonl,{down}]")
+    assert run(stopped, *settings, resume=True, limit=limit) == stopped
+    assert f"goes on without the sink '{down}' of" in capsys.readouterr().err
     (rollback,) = json.loads((stopped / "rollbacks.json").read_text())
     assert (rollback["step"], rollback["prompts"]) == (SPIKE, [first, first + 1])
     assert any(

@@ -157,7 +157,11 @@ class Session:
             sinks["black_box"] = self.black_box.beats
         self.monitor = Monitor(sinks, RunOutline(self.dir.path, self.config), self._inputs.metrics)
         stack.callback(self.monitor.close)
-        self.monitor.resume(self.state.step) if self._held.resumes else self.monitor.start()
+        if self._held.resumes:
+            unattended = self._held.restarted or self._held.went_back
+            self.monitor.resume(self.state.step, unattended=unattended)
+        else:
+            self.monitor.start()
 
     def _open_workers(self, stack: ClosingStack) -> Runner:
         """Starts verifiers, ranks and engines."""

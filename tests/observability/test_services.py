@@ -26,6 +26,7 @@ from megatron_stare.observability.sinks.service import Service
 from megatron_stare.observability.sinks.webhook import Webhook
 from megatron_stare.process.network import free_port
 from megatron_stare.registry import Extension
+from megatron_stare.run_dir.run_files import read_metrics
 
 SECRET = "T0P-SECRET"
 
@@ -140,6 +141,56 @@ def test_a_service_that_fails_ends_nothing_and_is_told_once(
         )
         == 1
     )
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), ConfigError("no port", where="sinks")])
+def test_a_run_that_restarts_by_itself_goes_on_without_a_service_that_is_down(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Down(Recording):
+        def open(self, run: RunOutline, delivered: Delivered) -> None:
+            raise error
+
+    first, down, again = Recording(), Down(), Recording()
+    run = monitor(tmp_path, s=first)
+    run.start()
+    log(run, 1, 2)
+    run.close()
+    attended = monitor(tmp_path, s=down)
+    with pytest.raises(UserError, match=str(error)):
+        attended.resume(2)  # its user can mend it
+    attended.close()
+
+    run = monitor(tmp_path, s=down)
+    run.resume(2, unattended=True)
+    run.resume_record(2)
+    log(run, 3, 4)
+    run.finish()
+    run.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert capsys.readouterr().err == (
+        "warning: the run goes on without the sink 's' of observability.sinks, which cannot start:"
+        f" {type(error).__name__}: {error}\n"
+    )
+    run = monitor(tmp_path, s=again)
+    run.resume(4, unattended=True)
+    run.close()
+    assert steps_of(first) + steps_of(again) == [1, 2, 3, 4]  # handed over once it is back
+
+
+def test_an_essential_sink_that_cannot_start_ends_a_run_that_restarts_by_itself(
+    tmp_path: Path,
+) -> None:
+    class Record(Sink):
+        essential = True
+
+        def resume(self, *given: Any) -> None:
+            raise OSError("no space")
+
+    run = Monitor({"record": Record()}, RunOutline(tmp_path / "new", settings()))
+    run.resume(0, unattended=True)
+    with pytest.raises(UserError, match="'record' cannot start: OSError: no space"):
+        run.resume_record(0)
 
 
 def test_a_service_that_hangs_is_not_waited_for(

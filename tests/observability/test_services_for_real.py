@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline, make_sinks
 from megatron_stare.observability.sinks import service as service_module
-from megatron_stare.observability.sinks.weights_and_biases import offline_rows
+from megatron_stare.observability.sinks.weights_and_biases import WeightsAndBiases, offline_rows
 from megatron_stare.process.network import free_port
 from megatron_stare.registry import Extension
 from megatron_stare.run_dir.run_files import read_metrics
@@ -97,11 +98,15 @@ def test_a_run_that_is_killed_and_continued_stands_once_in_both(
     assert len(list(run.glob("wandb/offline-run-*"))) == 2
 
 
-def wandb_monitor(folder: Path) -> tuple[Monitor, psutil.Process]:
+def wandb_monitor(folder: Path, after: int = 0) -> tuple[Monitor, psutil.Process]:
     pytest.importorskip("wandb")
     before = {child.pid for child in psutil.Process().children()}
     monitor = Monitor(make_sinks(["jsonl", WANDB]), RunOutline(folder, settings()))
-    monitor.start()
+    if after:
+        monitor.resume(after)
+        monitor.resume_record(after)
+    else:
+        monitor.start()
     (core,) = [
         child
         for child in psutil.Process().children()
@@ -138,6 +143,26 @@ def test_a_service_that_stands_still_keeps_neither_steps_nor_the_end(
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert "the service did not take the last reports within 1 s" in capsys.readouterr().err
     core.wait(10)  # ended, or it would keep this process from ending
+
+
+def test_a_run_is_opened_again_in_the_process_whose_service_was_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "CLOSE_S", 1.0)
+    monitor, core = wandb_monitor(tmp_path)
+    log(monitor, 1, 2, 3)
+    with monkeypatch.context() as patched:
+        # as with a full queue of reports, the run is never ended in the service
+        patched.setattr(WeightsAndBiases, "end", lambda *_: threading.Event().wait())
+        monitor.close()
+    core.wait(10)
+    assert "the service did not take the last reports within 1 s" in capsys.readouterr().err
+    monitor, _ = wandb_monitor(tmp_path, after=3)
+    log(monitor, 4)
+    monitor.close()
+    assert "warning" not in capsys.readouterr().err
+    told = [row["step"] for row in offline_rows(tmp_path) or [] if "reward/mean" in row]
+    assert told == [1, 2, 3, 4]
 
 
 def test_a_tracking_server_that_is_not_there_is_named_before_the_run(

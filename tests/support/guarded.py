@@ -1,13 +1,14 @@
-"""Plug-ins of runs whose figures leave their bounds: a verifier that pays too much, and prompts
-that never come."""
+"""Plug-ins of runs whose figures leave their bounds: a verifier that pays too much, prompts that
+never come, and a sink that opens a resumed run only once."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_stare.data.arithmetic import ArithmeticPrompts
 from megatron_stare.data.streams import Split
+from megatron_stare.observability.sink import Sink
 from megatron_stare.records.batch import Prompt
 
 PAID = "GUARDED_ANSWER"  # the answer of the problem whose rewards are far too large
@@ -36,3 +37,14 @@ class Prompts(ArithmeticPrompts):
                 p for p in super().take(1) if not (self._training and first <= p.cursor < after)
             ]
         return found
+
+
+class DownAfterOneResume(Sink):
+    """Fails from the second resume in this process on, as a service that went down meanwhile."""
+
+    resumes: ClassVar[int] = 0
+
+    def resume(self, *given: Any) -> None:
+        DownAfterOneResume.resumes += 1
+        if DownAfterOneResume.resumes > 1:
+            raise OSError("no route to the service")

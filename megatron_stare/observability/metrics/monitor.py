@@ -3,7 +3,7 @@ phase, or contains a note for the user.
 
 The driver loop calls the monitor. If a sink fails during the run, the run and the other sinks
 continue. The run ends only if a sink cannot start, or if the sink that writes the run's record
-fails.
+fails. If the run restarted by itself, only an essential sink that cannot start ends the run.
 """
 
 from __future__ import annotations
@@ -63,18 +63,25 @@ class Monitor:
         for name, sink in self._sinks.items():
             self._begin(name, sink, lambda sink: sink.start(self._run))
 
-    def resume(self, step: int) -> None:
-        """Starts the sinks of a run that resumes after `step`, except for essential sinks. Raises
-        UserError if a sink cannot start."""
+    def resume(self, step: int, *, unattended: bool = False) -> None:
+        """Starts the sinks of a run that resumes after `step`, except for essential sinks.
+
+        Args:
+            unattended: True if the run resumes by itself, after a loss or a rollback. A sink that
+                cannot start is then left out, because no user may be there to fix the sink.
+
+        Raises:
+            UserError: a sink cannot start, and `unattended` is False.
+        """
         self.resumed = self._rows(step)
         self._watch.restore(self.resumed)
-        self._resume_sinks(step, self.resumed, essential=False)
+        self._resume_sinks(step, self.resumed, essential=False, unattended=unattended)
 
     def resume_record(self, step: int) -> None:
         """Starts the essential sinks of a run that resumes after `step`. Essential sinks remove
         later steps from the run's record, so call `resume_record` only when the start can no longer
         fail. Raises UserError if a sink cannot start."""
-        self._resume_sinks(step, self._rows(step), essential=True)
+        self._resume_sinks(step, self._rows(step), essential=True, unattended=False)
 
     def begin_step(self) -> None:
         """Starts the clock of the next step."""
@@ -159,21 +166,38 @@ class Monitor:
         return [row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step]
 
     def _resume_sinks(
-        self, step: int, rows: Sequence[Mapping[str, float]], *, essential: bool
+        self,
+        step: int,
+        rows: Sequence[Mapping[str, float]],
+        *,
+        essential: bool,
+        unattended: bool,
     ) -> None:
         for name, sink in self._sinks.items():
             if sink.essential == essential:
-                self._begin(name, sink, lambda sink: sink.resume(self._run, step, rows))
+                self._begin(name, sink, lambda sink: sink.resume(self._run, step, rows), unattended)
 
-    def _begin(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
+    def _begin(
+        self, name: str, sink: Sink, call: Callable[[Sink], None], unattended: bool = False
+    ) -> None:
         """Starts a sink. If a sink cannot start, the run ends, because no training time is lost yet
-        and the user can fix the sink."""
+        and the user can fix the sink. If no user is there, the run continues without the sink."""
         self._open[name] = sink
         try:
             call(sink)
-        except UserError:
-            raise
         except Exception as error:
+            if unattended:
+                del self._open[name]
+                with contextlib.suppress(Exception):
+                    sink.close()
+                self._warn_once(
+                    name,
+                    f"the run goes on without the sink {name!r} of {WHERE}, which cannot start:"
+                    f" {_said(error)}",
+                )
+                return
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{name!r} cannot start: {_said(error)}",
                 where=WHERE,

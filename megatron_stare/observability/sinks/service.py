@@ -54,7 +54,8 @@ class Service(Sink):
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:
-        """Begins or continues the run in the service. An error ends the run."""
+        """Begins or continues the run in the service. An error ends the run, unless the run resumed
+        by itself."""
 
     @abstractmethod
     def send(self, step: int, figures: Mapping[str, float]) -> None:

@@ -107,10 +107,14 @@ class WeightsAndBiases(Service):
             raise
 
     def abandon(self) -> None:
+        import wandb
+
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
                 if child.name().startswith("wandb-core"):
                     child.kill()
+        with contextlib.suppress(Exception):
+            wandb.teardown()  # else the next start in this process asks the killed one, and fails
 
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
