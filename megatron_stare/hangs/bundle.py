@@ -31,6 +31,7 @@ STATES = {
     "I": "idle",
 }
 FOLDER = "blackbox"
+LABEL = "the black box"  # before the bundle's folder in the last line of the screen
 # seconds for writing to the run directory, whose file system may be what hangs
 WRITE_S = 10.0
 
@@ -68,7 +69,7 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
         )
     if facts.flight:
         lines.append(_cut(f"  {facts.flight}"))
-    return "\n".join([*lines, f"  the black box: {folder}"])
+    return "\n".join([*lines, f"  {LABEL}: {folder}"])
 
 
 def headline(facts: Facts) -> str:
@@ -116,9 +117,16 @@ def write(facts: Facts, shown: str, flights: Path | None, wanted: Path) -> Path:
         shown: text of the screen.
         flights: folder of NCCL's dumps. The dumps of many ranks are large, so a run that already
             has MOST bundles stores no further dumps.
+
+    Raises:
+        OSError: the temporary folder cannot be written. Nothing of the bundle is left.
     """
     here = Path(tempfile.mkdtemp(prefix="megatron-stare-blackbox-"))
-    fill(here, facts, shown.replace(str(wanted), "this folder"), flights)
+    try:
+        fill(here, facts, shown.replace(str(wanted), "this folder"), flights)
+    except OSError:
+        shutil.rmtree(here, ignore_errors=True)
+        raise
     done: list[Path] = []
 
     def move() -> None:  # all that touches the run directory, which may never answer

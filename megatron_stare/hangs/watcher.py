@@ -24,7 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,21 +98,33 @@ class Watcher:
         self._copier = _Copier(self._run_dir / HEARTBEAT_FILE)
         self._copied = -COPY_S
         self._bundle = ""
+        self._failed = ""  # newest failure of the watcher itself
 
     def run(self) -> None:
-        """Watches until the driver has ended."""
+        """Watches until the driver has ended. Reports errors of the watcher itself, and continues
+        to watch."""
         while not self._driver_ended():
-            beat = self._read()
-            if beat is None:
-                continue
-            if time.monotonic() - self._copied >= COPY_S:
-                self._copy(beat)
-            if self._vigil.hangs(beat, time.monotonic(), self._starved(beat)):
-                self._tell(beat)
+            try:
+                self._look()
+            except Exception as error:  # the run is not watched any more if this process ends
+                said = f"the watcher failed: {error!r}"
+                if said != self._failed:  # not once a tick
+                    say(said)
+                self._failed = said
         beat = self._read()
         if beat is not None:
             self._copy(replace(beat, process="ended"))
         self._copier.last()
+
+    def _look(self) -> None:
+        """Copies the driver's beat now and then, and reports a hang."""
+        beat = self._read()
+        if beat is None:
+            return
+        if time.monotonic() - self._copied >= COPY_S:
+            self._copy(beat)
+        if self._vigil.hangs(beat, time.monotonic(), self._starved(beat)):
+            self._tell(beat)
 
     def _read(self) -> Beat | None:
         """Reads the driver's beat. Progress of any rank counts as progress of the driver. The
@@ -145,17 +158,25 @@ class Watcher:
 
     def _tell(self, beat: Beat) -> None:
         """Collects facts about the hang, writes the bundle, and prints which process waits for
-        which. Kills the processes that block the run if faults.hangs.end_run is true and the hang
-        continues."""
-        flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
+        which. If the disk or the memory is full, prints the report without a bundle. Kills the
+        processes that block the run if faults.hangs.end_run is true and the hang continues."""
+        flights: Path | None = None
+        with contextlib.suppress(OSError):
+            flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
         facts = self.collect(beat, flights)
         found = verdict(facts)
         wanted = bundle.place(self._run_dir, beat)
         shown = screen(facts, found, str(wanted))
-        written = bundle.write(facts, shown, flights, wanted)
-        shutil.rmtree(flights, ignore_errors=True)
-        shown = shown.replace(str(wanted), str(written))
-        self._bundle = str(written)
+        try:
+            written = str(bundle.write(facts, shown, flights, wanted))
+        except OSError as error:
+            failed = f"{bundle.LABEL} could not be written: {error}"
+            shown = shown.replace(f"{bundle.LABEL}: {wanted}", failed)
+        else:
+            shown = shown.replace(str(wanted), written)
+            self._bundle = written
+        if flights is not None:
+            shutil.rmtree(flights, ignore_errors=True)
         now = self._read()
         if now is not None and now.moved != beat.moved:
             shown += "\n  it went on while this was written"
@@ -165,8 +186,9 @@ class Watcher:
         if self._settings.end_run and (now is None or now.moved == beat.moved):
             self._end(beat, found)
 
-    def collect(self, beat: Beat, flights: Path) -> Facts:
-        """Collects all facts that are available within a minute."""
+    def collect(self, beat: Beat, flights: Path | None) -> Facts:
+        """Collects all facts that are available within a minute. Writes NCCL's dumps into the
+        folder `flights`; without such a folder, the dumps are lost."""
         settings = self._settings
         without_s = self._vigil.without_s(beat, time.monotonic())
         others = self._nodes.ask() if self._nodes is not None else None
@@ -184,8 +206,6 @@ class Watcher:
                 known = set(map(_process, here))
                 here += [each for each in answer["processes"] if _process(each) not in known]
                 dumps |= {name: bytes.fromhex(content) for name, content in answer["dumps"].items()}
-        for name, content in dumps.items():
-            (flights / name).write_bytes(content)
         return Facts(
             beat,
             without_s,
@@ -193,7 +213,7 @@ class Watcher:
             read_requests(self._folder / REQUESTS),
             found_servers,
             missing,
-            f"NCCL's flight recorder: {len(dumps)} dumps (folder nccl)" if dumps else flight_said,
+            _keep(dumps, flights) if dumps else flight_said,
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
@@ -295,6 +315,20 @@ def asked(engine: int, url: str) -> ServerFacts:
     return ServerFacts(engine, url, answer)
 
 
+def _keep(dumps: Mapping[str, bytes], flights: Path | None) -> str:
+    """Writes NCCL's dumps, keyed by file name, into the folder `flights`. Returns a text with the
+    number of dumps that were written and the number of dumps that were lost."""
+    kept = 0
+    for name, content in dumps.items() if flights is not None else ():
+        with contextlib.suppress(OSError):
+            (flights / name).write_bytes(content)
+            kept += 1
+    lost = len(dumps) - kept
+    return f"NCCL's flight recorder: {kept} dumps (folder nccl)" + (
+        f"; {lost} could not be written" if lost else ""
+    )
+
+
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
     """Reads the replicas and their oldest requests from the file that the driver writes. Returns ()
     if the file is missing or cannot be read."""
@@ -341,11 +375,15 @@ def main(folder: str) -> None:
     lock = (Path(folder) / LOCK).open("a")
     fcntl.flock(lock, fcntl.LOCK_EX)
     watcher = Watcher(Settings(**json.loads((Path(folder) / SETTINGS).read_text())))
+    status = 1
     try:
         watcher.run()
+        status = 0
+    except Exception:
+        say(traceback.format_exc())
     finally:
         watcher.close()
-        os._exit(0)  # a thread may still wait for a file system
+        os._exit(status)  # a thread may still wait for a file system
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,15 @@ from megatron_stare.hangs.nodes import LOCK
 from megatron_stare.hangs.verdict import Verdict
 from megatron_stare.hangs.watcher import Settings, Watcher
 from megatron_stare.rollout.fleet.dispatch import RequestsPage
-from megatron_stare.run_dir.heartbeat import DRIVER, FOLDER_VARIABLE, REQUESTS, Beat, read_heartbeat
+from megatron_stare.run_dir.heartbeat import (
+    DRIVER,
+    FOLDER_VARIABLE,
+    REQUESTS,
+    Beat,
+    beat_file,
+    read_heartbeat,
+    write_beat,
+)
 
 STAND_IN = Path(__file__).parents[1] / "support" / "stand_in_run.py"
 Begin = Callable[..., "Watched"]
@@ -166,6 +175,107 @@ def test_a_run_directory_that_does_not_answer_gets_its_bundle_elsewhere(
     finally:
         end()
     run.close()
+
+
+FAILS = """
+import errno, os, sys
+from megatron_stare.hangs import bundle, node_facts, watcher
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def keep(self, *_):
+    full() if str(self).endswith("rank_0") else write_bytes(self, *_)
+
+def wrong(*_):
+    raise LookupError("what nobody expects")
+
+watcher.COPY_S = 0.1
+node_facts.look = lambda *_, **__: []
+node_facts.dump_flights = lambda _: ({"rank_0": b"0", "rank_1": b"1"}, "")
+write_bytes, make = watcher.Path.write_bytes, watcher.tempfile.mkdtemp
+fails = sys.argv[2]
+if fails == "bundle":
+    bundle.fill = full
+elif fails == "memory":
+    watcher.tempfile.mkdtemp = lambda prefix, dir=None: full() if dir else make(prefix=prefix)
+elif fails == "a dump":
+    watcher.Path.write_bytes = keep
+elif fails == "verdict":
+    watcher.verdict = wrong
+else:
+    watcher.Watcher.run = wrong
+watcher.main(sys.argv[1])
+"""
+
+
+class Failing:
+    """A watcher, whose driver this process is, that cannot do what `fails` names."""
+
+    def __init__(self, folder: Path, fails: str) -> None:
+        self.dir, beats = folder / "run", folder / "beats"
+        self.dir.mkdir()
+        beats.mkdir()
+        settings = Settings(str(beats), str(self.dir), os.getpid(), tick_s=0.05)
+        (beats / watcher.SETTINGS).write_text(json.dumps(asdict(settings)))
+        now = time.monotonic()
+        beat = Beat(DRIVER, os.getpid(), "update", time.time(), now, limit_s=0.2, step=7)
+        write_beat(beat_file(beats, DRIVER), beat)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FAILS, str(beats), fails],
+            env={**environment(), "TMPDIR": str(folder)},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def until(self, said: str) -> str:
+        assert self.process.stderr
+        lines = []
+        for line in self.process.stderr:
+            lines.append(line)
+            if said in line:
+                return "".join(lines)
+        raise AssertionError(lines)
+
+    def written(self) -> float:
+        beat = read_heartbeat(self.dir)
+        return 0.0 if beat is None else beat.written
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        ("bundle", "the black box could not be written: [Errno 28] No space left on device"),
+        ("memory", "NCCL's flight recorder: 0 dumps (folder nccl); 2 could not be written"),
+        ("a dump", "NCCL's flight recorder: 1 dumps (folder nccl); 1 could not be written"),
+        ("verdict", "the watcher failed: LookupError('what nobody expects')"),
+    ],
+)
+def test_a_watcher_that_cannot_write_says_what_it_found_and_watches_on(
+    fails: str, said: str, tmp_path: Path
+) -> None:
+    failing = Failing(tmp_path, fails)
+    screen = failing.until(said)
+    assert fails == "verdict" or screen.startswith("step 7, update: ")
+    now, deadline = failing.written(), time.monotonic() + 30
+    while failing.written() <= now:
+        assert failing.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    _, rest = failing.process.communicate()  # which closes its standard input
+    assert failing.process.returncode == 0 and "Traceback" not in rest
+    assert not (tmp_path / "beats").exists() and not list(tmp_path.glob("megatron-stare-*"))
+
+
+def test_a_watcher_that_ends_by_an_error_says_which(tmp_path: Path) -> None:
+    failing = Failing(tmp_path, "run")
+    _, said = failing.process.communicate()
+    lines = said.strip().splitlines()
+    assert (lines[0], lines[-1], failing.process.returncode) == (
+        "Traceback (most recent call last):",
+        "LookupError: what nobody expects",
+        1,
+    )
 
 
 def test_a_server_is_asked_for_any_word_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
