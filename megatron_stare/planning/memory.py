@@ -516,7 +516,7 @@ class PlannedFit(Fit):
         super().__init__(capacity)
         self._parts: dict[tuple[int, int], Parts] = {}
         self._stages: dict[tuple[int | bool | None, ...], list[dict[str, int]]] = {}
-        self._served: list[ServedMemory | None] = []
+        self._first: list[ServedMemory | None] = []
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
         config, parallel = run.config, run.config.parallel
@@ -546,9 +546,9 @@ class PlannedFit(Fit):
         )
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
-        if not self._served:
-            self._served.append(super().served(run))
-        return self._served[0]
+        if not self._first:
+            self._first.append(super().served(run))
+        return self._first[0]
 
     def build(self, run: ResolvedRun) -> None:
         """Builds complete ranks of this run's layout, instead of assembling ranks from parts. All
