@@ -3,11 +3,13 @@ others."""
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,39 @@ def test_a_disk_that_fills_under_tensorboard_stops_nothing(
         == 1
     )
     assert all(f"step   {step}/300" in said.out for step in (1, 2, 3, 4))
+    # the disk has room again for the next file
+    assert events(tmp_path)[-1] == (4, 4.0)
+
+
+class OneError(Sink):
+    """Raises the same error at every step, as a library does whose thread has ended by it."""
+
+    def __init__(self) -> None:
+        self._error = OSError("it ended")
+
+    def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        raise self._error
+
+
+# TensorBoard writes in a thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_sink_that_fails_keeps_no_batch(tmp_path: Path) -> None:
+    monitor = monitor_of(tmp_path, ["jsonl", "tensorboard"], one=OneError())
+    monitor.start()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    logged = [weakref.ref(log_one(monitor, step)) for step in (1, 2, 3)]
+    gc.collect()
+    assert [kept() for kept in logged] == [None] * 3
+    monitor.close()
+
+
+def log_one(monitor: Monitor, step: int) -> RolloutBatch:
+    monitor.begin_step()
+    logged = batch(step)
+    monitor.log(step, logged, {"x": float(step)})
+    return logged
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:

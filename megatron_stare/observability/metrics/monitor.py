@@ -221,6 +221,8 @@ class Monitor:
                     f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on, and"
                     " the sink misses records",
                 )
+                # a sink may keep an error and raise it at every step, whose frames hold its batch
+                error.__traceback__ = None
             elif not isinstance(error, OSError):
                 raise
             # otherwise the sink is being closed because of this failure, so its remaining writes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -19,18 +20,20 @@ _SECOND = re.compile(r"tfevents\.(\d+)\.")
 
 
 class TensorBoard(Sink):
-    """Writes every metric of every step and evaluation as a scalar."""
+    """Writes every metric of every step and evaluation as a scalar. After an error, the next step
+    or evaluation begins a new file."""
 
     def __init__(self) -> None:
         self._writer: SummaryWriter | None = None
+        self._folder: Path | None = None
 
     def start(self, run: RunOutline) -> None:
-        self._open(run, None)
+        self._open(run.dir / TENSORBOARD_DIR, None)
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         _await_later_name(run.dir / TENSORBOARD_DIR)
         # TensorBoard ignores this and later steps in older files
-        self._open(run, step + 1)
+        self._open(run.dir / TENSORBOARD_DIR, step + 1)
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         self._scalars(step, metrics)
@@ -47,17 +50,29 @@ class TensorBoard(Sink):
         if writer:
             writer.close()
 
-    def _open(self, run: RunOutline, purge_step: int | None) -> None:
+    def _open(self, folder: Path, purge_step: int | None) -> None:
         # imported here, because it takes seconds and checks of a run do not need it
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.dir / TENSORBOARD_DIR), purge_step=purge_step)
+        self._folder = folder
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._folder
+        if self._writer is None:
+            _await_later_name(self._folder)
+            self._open(self._folder, None)
         assert self._writer
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:
+            # the thread that writes ends with its first error, and every later call raises it again
+            writer, self._writer = self._writer, None
+            with contextlib.suppress(Exception):
+                writer.close()
+            raise
 
 
 def _await_later_name(folder: Path) -> None:
