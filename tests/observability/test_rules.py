@@ -162,13 +162,23 @@ def test_a_mean_that_is_nearly_nothing_may_grow():
     assert follow([HEALTHY | {"agreement/trend": 9.0, "agreement/mean": 4e-3}] * 3) == []
 
 
-def test_a_resumed_run_remembers_and_says_again_what_still_holds():
+def test_a_resumed_run_remembers_what_still_holds_and_ends_it_as_if_it_had_not_stopped():
     out = HEALTHY | {"entropy/mean": 0.07, "reward/crashes": 1.0}
-    watch = Watch()
-    watch.restore([HEALTHY] * 5 + [out] * 20)
-    assert watch.active == {}
-    assert [a.first_step for a in watch.add(26, out)] == [26, 26]
-    assert sorted(watch.active) == ["entropy off target", "reward failures"]
+    rows = [row | {"step": step} for step, row in enumerate([HEALTHY] * 5 + [out] * 20, 1)]
+    resumed, undisturbed = Watch(), Watch()
+    resumed.restore(rows)
+    for row in rows:
+        undisturbed.add(int(row["step"]), row)
+    assert sorted(resumed.active) == ["entropy off target", "reward failures"]
+    assert resumed.add(26, out) == undisturbed.add(26, out) == []
+    for step in range(27, 27 + QUIET_STEPS):
+        changed = resumed.add(step, HEALTHY)
+        assert changed == undisturbed.add(step, HEALTHY)
+    assert sorted((a.name, a.first_step, a.last_step, a.over) for a in changed) == [
+        ("entropy off target", 15, 26, True),
+        ("reward failures", 6, 26, True),
+    ]
+    assert resumed.active == {}
 
 
 def test_names_tell_rules_apart():

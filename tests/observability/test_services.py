@@ -354,6 +354,34 @@ def test_an_alert_of_a_step_that_is_made_again_is_not_posted_again(
     ]
 
 
+def test_an_alert_that_is_active_at_a_resume_is_said_again_only_on_the_terminal(
+    hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sinks = ["jsonl", "console", Extension("webhook", {"env": "HOOK", "back_off_s": 0})]
+
+    def alerting() -> Monitor:
+        return Monitor(make_sinks(sinks), RunOutline(tmp_path, settings()))
+
+    run = alerting()
+    run.start()
+    log(run, 1)
+    log(run, 2, 3, 4, **{"group/degenerate": 1.0})
+    run.close()
+    capsys.readouterr()
+    run = alerting()
+    run.resume(3)
+    run.resume_record(3)
+    log(run, 4, **{"group/degenerate": 1.0})
+    log(run, *range(5, 12), **{"group/degenerate": 0.5})
+    run.close()
+    assert [(post["step"], post["state"]) for post in hook.posts] == [(2, "began"), (4, "over")]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "warning" in line or "over" in line] == [
+        "warning: step 2: 100% of the groups have equal rewards and teach nothing",
+        "over: groups without signal (steps 2 to 4)",
+    ]
+
+
 def test_alerts_of_other_steps_after_a_rollback_are_posted(hook: Hook, tmp_path: Path) -> None:
     run = alerting(tmp_path)
     run.start()

@@ -313,10 +313,10 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Stores the metrics of a resumed run's earlier steps, with which later steps are compared.
-        The earlier steps raise no alerts."""
+        """Adds the earlier steps of a resumed run, with which later steps are compared. Alerts that
+        these steps left active stay active. `add` does not return these alerts as begun again."""
         for row in rows:
-            self._judge.remember(row)
+            self.add(int(row["step"]), row)
 
 
 def _as_logged(rule: Rule) -> Condition:

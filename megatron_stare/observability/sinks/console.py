@@ -20,6 +20,7 @@ class Console(Sink):
 
     def __init__(self) -> None:
         self._opened: RunDisplay | None = None
+        self._say_again = False  # the alerts that were active before a resume
         # open phases, outermost first
         self._phases: list[contextlib.AbstractContextManager[None]] = []
 
@@ -34,6 +35,7 @@ class Console(Sink):
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         self.start(run)
+        self._say_again = True
         self._display.restore(rows)
         for record in read_jsonl(run.dir / EVAL_FILE):
             if int(record["step"]) <= step:
@@ -43,7 +45,10 @@ class Console(Sink):
         self._display.step(step, metrics)
 
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        self._display.alerts(changed, active)
+        # the lines of the earlier start may be on another terminal
+        again = [alert for alert in active if alert not in changed] if self._say_again else []
+        self._say_again = False
+        self._display.alerts([*again, *changed], active)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         self._evaluated(record)
