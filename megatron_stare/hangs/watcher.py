@@ -319,10 +319,11 @@ def _keep(dumps: Mapping[str, bytes], flights: Path | None) -> str:
     """Writes NCCL's dumps, keyed by file name, into the folder `flights`. Returns a text with the
     number of dumps that were written and the number of dumps that were lost."""
     kept = 0
-    for name, content in dumps.items() if flights is not None else ():
-        with contextlib.suppress(OSError):
-            (flights / name).write_bytes(content)
-            kept += 1
+    if flights is not None:
+        for name, content in dumps.items():
+            with contextlib.suppress(OSError):
+                (flights / name).write_bytes(content)
+                kept += 1
     lost = len(dumps) - kept
     return f"NCCL's flight recorder: {kept} dumps (folder nccl)" + (
         f"; {lost} could not be written" if lost else ""
