@@ -137,6 +137,10 @@ class InlineRunner:
     def notes(self) -> list[str]:
         return []
 
+    def pids_here(self) -> list[int]:
+        """See Runner. Returns [], because all workers are in this process."""
+        return []
+
     def _trainers(self, run: ResolvedRun) -> TrainerGroup:
         self._tell(f"building the trainer of {run.config.model.path} ...")
         workers = InlineWorkers([Trainer(run, 0, f"file://{self._meeting}")])

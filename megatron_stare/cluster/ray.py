@@ -54,7 +54,7 @@ from megatron_stare.process.interruption import (
     poll,
     uninterrupted,
 )
-from megatron_stare.process.memory import freeze
+from megatron_stare.process.memory import Home, freeze, own_home
 from megatron_stare.process.network import (
     EVERYWHERE,
     LOOPBACK,
@@ -114,10 +114,10 @@ class Actor:
         self._door: socket.socket | None = None
         self._beats = CallBeats(None, "")
 
-    def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
-        """Makes the worker from pickled arguments. The actor itself unpickles the arguments,
-        because Ray would lose the message of an unpickling error. Unpickling fails, for example, if
-        a user's method is missing on this node."""
+    def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> Home:
+        """Makes the worker from pickled arguments, and returns where the worker's process is. The
+        actor itself unpickles the arguments, because Ray would lose the message of an unpickling
+        error. Unpickling fails, for example, if a user's method is missing on this node."""
         keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
@@ -126,6 +126,7 @@ class Actor:
                 os.environ.setdefault(GLOO_INTERFACE, interface)
             self._worker = kind(*pickle.loads(pickled))
             freeze()
+        return own_home()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
         """Returns a free host:port on this node for the ranks' rendezvous. The actor's process
@@ -264,6 +265,7 @@ class RayWorkers(RayPeers):
         # for each actor: class of its worker, pickled arguments, role
         self._built: list[tuple[Callable[..., Any], bytes, str]] = []
         self._renewed: Callable[[int], tuple[Any, ...]] | None = None
+        self._homes: list[Home] = []  # of each actor with a worker
         self._closing = threading.Lock()
         self._closed = False
 
@@ -305,12 +307,16 @@ class RayWorkers(RayPeers):
         self._built = [
             (kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)
         ]
-        self.wait(
+        self._homes = self.wait(
             [
                 actor.build.remote(*each)
                 for actor, each in zip(self._actors, self._built, strict=True)
             ]
         )
+
+    def pids_here(self) -> list[int]:
+        """Returns the pids of the workers on this node."""
+        return [home.pid for home in self._homes if home.space == own_home().space]
 
     def replace(self, worker: int) -> None:
         """See Workers. The new actor has the same resources, bundle and environment as the lost
@@ -325,12 +331,13 @@ class RayWorkers(RayPeers):
         if self._renewed is not None:
             kind, _, role = self._built[worker]
             self._built[worker] = (kind, pickle.dumps(self._renewed(worker)), role)
-        self.wait([actor.build.remote(*self._built[worker])])
+        (self._homes[worker],) = self.wait([actor.build.remote(*self._built[worker])])
 
     def close(self) -> None:
         with self._closing:
             self._closed = True
             actors, self._actors = self._actors, []
+        self._homes = []
         _end(actors, ENGINES_LEFT_S if self._what.endswith("engine") else LEFT_S)
 
 

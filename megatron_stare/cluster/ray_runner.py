@@ -255,6 +255,11 @@ class RayRunner:
         """Returns the placement of ranks and engines as lines of text."""
         return self._table
 
+    def pids_here(self) -> list[int]:
+        """See Runner."""
+        groups = [each for each in self._started if isinstance(each, RayWorkers)]
+        return [pid for workers in groups for pid in workers.pids_here()]
+
     def engines_beside(self, config: Config) -> EnginePool:
         """See Runner."""
         count, environment = replica_count(config), shared_environment(config)

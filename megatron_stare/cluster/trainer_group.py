@@ -359,6 +359,11 @@ class Runner(Protocol):
         placement was planned."""
         ...
 
+    def pids_here(self) -> list[int]:
+        """Returns the pids of the ranks and engines that have their own processes on the driver's
+        node. On a cluster that was joined, these processes do not descend from the driver."""
+        ...
+
     def engines_beside(self, config: Config) -> EnginePool:
         """Starts additional engines with this configuration. The additional engines use no GPUs of
         the cluster, and are ended when the runner is closed.

@@ -175,6 +175,7 @@ class Session:
             run = replace(run, config=synced_in(run.config, self.dir.path))
             runner = make_runner(run, self._held.awaited(), self.monitor.note)
         stack.callback(runner.close)
+        self.monitor.pids_here = runner.pids_here
         stack.push(partial(_say_what_was_lost, runner))
         self.ranks, self.engines = runner.trainers, runner.engines
         memory = PhaseMemory(

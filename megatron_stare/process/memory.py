@@ -1,9 +1,10 @@
 """Measures the memory of processes, keeps freed memory for reuse, and shortens garbage collections.
 
-`tree_pss_bytes` sums the memory of the driver and all its child processes, for the metric
-memory/tree_pss_gb. The sum uses the proportional set size (Pss). If n processes share a page, such
-as a page of libtorch or of Ray's object store, the page counts as 1/n in the Pss of each process. A
-sum of the processes' resident sizes would instead count each shared page once per process.
+`tree_pss_bytes` sums the memory of the driver, of its child processes and of the run's other
+processes on the driver's node, for the metric memory/tree_pss_gb. The sum uses the proportional set
+size (Pss). If n processes share a page, such as a page of libtorch or of Ray's object store, the
+page counts as 1/n in the Pss of each process. A sum of the processes' resident sizes would instead
+count each shared page once per process.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
 collector. A full garbage collection in the middle of a step visits every object that `freeze` has
@@ -21,14 +22,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import re
+import socket
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_BOOT, _PID_SPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
 _CLEAR_PEAK = "5"  # proc(5)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGEST = 32 * 2**20  # bytes; larger allocations always get their own pages, a limit of glibc
@@ -94,6 +99,25 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
+@dataclass(frozen=True)
+class Home:
+    """The pid of a process, and the space in which the pid is valid. Two processes can find each
+    other by their pids only if their spaces are equal."""
+
+    space: str
+    pid: int
+
+
+def own_home() -> Home:
+    """Returns the home of this process. The space is the boot of the machine, and the PID
+    namespace. Without Linux, the space is the host's name."""
+    try:
+        space = f"{_BOOT.read_text().strip()} {os.readlink(_PID_SPACE)}"
+    except OSError:
+        space = socket.gethostname()
+    return Home(space, os.getpid())
+
+
 def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> int | None:
     """Returns the total Pss of a process and its descendants, in bytes. Returns None if the kernel
     does not report the Pss. Only Linux reports the Pss.
@@ -103,8 +127,8 @@ def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> in
 
     Args:
         pid: root of the tree; default this process.
-        extra_pids: roots of further trees that do not descend from `pid`, such as a cluster that
-            was started elsewhere.
+        extra_pids: roots of further trees that do not descend from `pid`, such as the workers on a
+            cluster that was started elsewhere.
     """
     if not hasattr(psutil.Process().memory_full_info(), "pss"):
         return None

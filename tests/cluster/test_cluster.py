@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import ray
 import torch
 from safetensors.torch import load_file
 from support.cluster import FAKE, Nodes, joined, left_behind, simulated
+from support.memory_sink import FILE
 from support.parts import First, Part, first_of, part_of
 from support.replicas import TOKENIZER, judged
 from support.runs import ROOT, metrics, model, train
 
+from megatron_stare.cluster import ray as ray_module
 from megatron_stare.cluster import ray_runner
 from megatron_stare.cluster.placed import Spot, check_ranks, check_replicas, rank_order, shown
 from megatron_stare.cluster.ray import Reservation, WorkerLostError, cluster_nodes, start_actors
@@ -30,6 +33,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.placement import Awaited, Demand, PlacementError, plan
+from megatron_stare.process.memory import own_home
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
 from megatron_stare.rollout.engines.replicas import Site
@@ -165,6 +169,26 @@ def test_an_engine_that_lost_a_worker_on_another_node_comes_back_whole(two_nodes
             each.close()
         reserved.release()
         until_free(FAKE, 4)
+
+
+def test_workers_on_the_drivers_machine_are_known_by_their_pids(
+    two_nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which none descends from a driver that has joined the cluster."""
+    workers = start_actors([{}, {}], 1, "rank", WAIT_S)
+    try:
+        assert workers.pids_here() == []
+        workers.build(Part, [(0,), (1,)])
+        assert workers.pids_here() == workers.call("pid")
+        workers.replace(0)
+        assert workers.pids_here() == workers.call("pid")
+        elsewhere = replace(own_home(), space="of another machine")
+        with monkeypatch.context() as patched:
+            patched.setattr(ray_module, "own_home", lambda: elsewhere)
+            assert workers.pids_here() == []
+    finally:
+        workers.close()
+    assert workers.pids_here() == []
 
 
 def until_lost(engine: Any) -> None:
@@ -406,6 +430,7 @@ def test_a_run_on_six_nodes_of_which_one_gpu_is_taken(tmp_path: Path) -> None:
             f"run.dir={tmp_path / 'run'}",
             *runtime,
             ports,
+            "observability.sinks=[jsonl, console, support.memory_sink.OwnTree]",
             cwd=tmp_path,
             **{"run.steps": 3, "parallel.data": 2, "eval.prompts": 0},
         )
@@ -413,6 +438,9 @@ def test_a_run_on_six_nodes_of_which_one_gpu_is_taken(tmp_path: Path) -> None:
         rows = metrics(tmp_path / "run")
         assert [row["step"] for row in rows] == [1, 2, 3]
         assert all(row["ratio/max_abs_log"] == 0.0 for row in rows)
+        # ranks and engines count, each of which has torch for itself
+        own_tree = float((tmp_path / "run" / FILE).read_text())
+        assert rows[0]["memory/tree_pss_gb"] > own_tree + 0.2
         lines = (tmp_path / "run" / "placement.txt").read_text().splitlines()
         assert lines[0] == "placement: 4 GPUs of 2 nodes; blocks of 2 ranks inside a node"
         assert [re.split(" {2,}", line)[2] for line in lines[2:]] == ["0-1", "2-3"]

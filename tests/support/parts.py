@@ -3,7 +3,11 @@ cluster."""
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from typing import Any
+=======
+import os
+>>>>>>> a41d918a (memory/tree_pss_gb counts the ranks and engines of a run that joined a Ray cluster)
 
 import ray
 
@@ -19,6 +23,9 @@ class Part:
 
     def ended(self) -> str:
         return f"{self.node} on {ray.get_runtime_context().get_node_id()}"
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def close(self) -> None:
         """Nothing was started."""

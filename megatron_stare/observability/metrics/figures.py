@@ -87,7 +87,11 @@ def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
     figures.append(Figure("Training time", duration(s["wall_s"]), f"{short(s['step_s'])} s a step"))
     figures.append(Figure("Throughput", short(s["tokens_per_s"], 4), "tokens a second, mean"))
     figures.append(
-        Figure("Peak memory", short(s["peak_memory_gb"]), "GB, all processes of the run (Pss)")
+        Figure(
+            "Peak memory",
+            short(s["peak_memory_gb"]),
+            "GB, the run's processes on the driver's node (Pss)",
+        )
     )
     return figures
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +53,8 @@ class Monitor:
         self._stopwatch = Stopwatch(self._shown)
         # metrics that do not come from the trainer, read when a step is logged
         self.gauges: list[Gauge] = []
+        # returns the pids of the run's workers on this node
+        self.pids_here: Callable[[], Iterable[int]] = tuple
         # functions that compute metrics from the batch and the other metrics
         self.derived: list[Derived] = []
         # metrics of earlier steps, in a resumed run
@@ -113,7 +115,12 @@ class Monitor:
         gauged = {name: value for gauge in self.gauges for name, value in gauge().items()}
         sampled = not self._run.config.supervised
         found = step_metrics(
-            batch, batch.trajectories, {**result, **gauged}, self._stopwatch, sampled=sampled
+            batch,
+            batch.trajectories,
+            {**result, **gauged},
+            self._stopwatch,
+            sampled=sampled,
+            pids_here=self.pids_here,
         )
         found |= reflections(batch.trajectories, self._run.config.observability.reflection_words)
         found |= selected_reflections(batch.trajectories)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class Stopwatch:
 
 
 class _MemoryProbe:
-    """Measures the memory of the driver and its child processes, as proportional set size (Pss), at
+    """Measures the memory of the run's processes on this node, as proportional set size (Pss), at
     most once every MEMORY_EVERY_S seconds. Within MEMORY_EVERY_S seconds after a measurement, every
     call returns the result of this measurement."""
 
@@ -182,9 +182,11 @@ class _MemoryProbe:
         self._read_at = -MEMORY_EVERY_S
         self._bytes: int | None = None
 
-    def gigabytes(self) -> float | None:
+    def gigabytes(self, pids_here: Callable[[], Iterable[int]]) -> float | None:
         if time.monotonic() - self._read_at >= MEMORY_EVERY_S:
-            self._bytes, self._read_at = tree_pss_bytes(), time.monotonic()
+            # the raylet of a cluster that was joined is left out, because other runs use it too
+            self._bytes = tree_pss_bytes(extra_pids=pids_here())
+            self._read_at = time.monotonic()
         return None if self._bytes is None else self._bytes / 1e9
 
 
@@ -198,10 +200,12 @@ def step_metrics(
     watch: Stopwatch,
     *,
     sampled: bool = True,
+    pids_here: Callable[[], Iterable[int]] = tuple,
 ) -> dict[str, float]:
     """Returns every metric of the step, by name.
 
     Args:
+        pids_here: returns the pids of the run's workers on this node.
         sampled: False if no engine sampled the responses, so that there are no rewards.
     """
     lengths = batch.response_lengths.to(torch.float64)
@@ -220,7 +224,7 @@ def step_metrics(
         "time/step_s": seconds,
         "perf/tokens_per_s": float(lengths.sum()) / seconds,
     }
-    if (memory := _memory.gigabytes()) is not None:
+    if (memory := _memory.gigabytes(pids_here)) is not None:
         metrics["memory/tree_pss_gb"] = memory
     return metrics
 
