@@ -174,7 +174,7 @@ def test_an_engine_that_lost_a_worker_on_another_node_comes_back_whole(two_nodes
 def test_workers_on_the_drivers_machine_are_known_by_their_pids(
     two_nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of which none descends from a driver that has joined the cluster."""
+    """The workers do not descend from a driver that has joined the cluster."""
     workers = start_actors([{}, {}], 1, "rank", WAIT_S)
     try:
         assert workers.pids_here() == []
