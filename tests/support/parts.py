@@ -3,11 +3,8 @@ cluster."""
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from typing import Any
-=======
 import os
->>>>>>> a41d918a (memory/tree_pss_gb counts the ranks and engines of a run that joined a Ray cluster)
+from typing import Any
 
 import ray
 
