@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from support.models import FAMILIES as TINY
-from support.models import GONE, HARMLESS, REFUSED, save_model
+from support.models import GONE, HARMLESS, REFUSED, UNDOES_YARN, save_model
 from torch import Tensor
 
 from megatron_stare import models
 from megatron_stare.errors import DataError
 from megatron_stare.models import FAMILIES, cost_of, family_of, read_shape, rule_for
+from megatron_stare.models.rope import scaled_frequencies
 from megatron_stare.models.rules import Rule, numbered, shard
 from megatron_stare.weights.files.check import rules
 
@@ -188,6 +190,23 @@ def test_old_configs_name_rotary_parameters_otherwise(tmp_path: Path) -> None:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("factors", "scale"),
+    [
+        ({"attention_factor": 1.0, "attn_factor": UNDOES_YARN}, 1.0),
+        ({"attn_factor": 1.0}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": None}, 0.1 * math.log(4) + 1),
+    ],
+)
+def test_yarn_on_whose_factor_all_readers_agree(
+    tmp_path: Path, factors: dict, scale: float
+) -> None:
+    shape = read_shape(
+        folder(tmp_path, "qwen2", rope_parameters={**YARN, **factors}, rope_theta=1e4)
+    )
+    assert scaled_frequencies(shape)[1] == pytest.approx(scale**2 / math.sqrt(shape.head_dim))
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,13 @@ class DeepseekV3(Glm4Moe):
                 )
         rope = rope_parameters(config)
         scales = rope.get("mscale"), rope.get("mscale_all_dim")
-        if rope["rope_type"] == "yarn" and (not scales[0] or scales[0] != scales[1]):
+        factor = rope.get("attention_factor")
+        if rope["rope_type"] == "yarn" and (
+            not scales[0] or scales[0] != scales[1] or factor not in (None, 1)
+        ):
             raise DataError(
                 f"YaRN that scales the rotated part of a head alone (mscale {scales[0]},"
-                f" mscale_all_dim {scales[1]}) is not supported",
+                f" mscale_all_dim {scales[1]}, attention_factor {factor}) is not supported",
                 where=where,
             )
 

@@ -8,6 +8,7 @@ differ from the dense decoder.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
+from megatron_stare.models.rope import yarn_factors
 from megatron_stare.models.rules import DENSE, Rule, numbered
 from megatron_stare.models.shape import ModelShape
 
@@ -37,6 +39,7 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "factor",
             "original_max_position_embeddings",
             "attention_factor",
+            "attn_factor",
             "beta_fast",
             "beta_slow",
             "mscale",
@@ -139,6 +142,7 @@ class ModelFamily:
                 f"RoPE scaling {scaling!r} is not supported", where=where, fix=f"known: {known}"
             )
         _refuse_unknown_rope_keys(rope, where)
+        _refuse_two_yarns(rope, where)
         found = [f"{what} ({key})" for key, what in self.unsupported.items() if config.get(key)]
         rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if rotated not in (None, 1) and not self.rotates_parts:
@@ -331,6 +335,30 @@ def _refuse_unknown_rope_keys(rope: Mapping[str, Any], where: str) -> None:
             where=where,
             fix=f"known: {', '.join(known)}",
         )
+
+
+def _refuse_two_yarns(rope: Mapping[str, Any], where: str) -> None:
+    """Raises DataError if servers and transformers scale YaRN's cosines and sines by different
+    factors. Servers multiply the factor that follows from the other parameters by `attn_factor`.
+    transformers replaces this factor by `attention_factor`. Each ignores the other's key."""
+    if rope["rope_type"] != "yarn" or not {"attn_factor", "attention_factor"} & rope.keys():
+        return
+    trained, default = yarn_factors(rope)
+    served = rope.get("attn_factor", 1.0) * default
+    if math.isclose(served, trained, rel_tol=1e-6):
+        return
+    raise DataError(
+        "servers scale YaRN by attn_factor, and transformers by attention_factor: here the two"
+        " differ",
+        where=where,
+        fix=(
+            f"in a copy, write attention_factor {round(served, 9)} beside attn_factor; deleting"
+            " attn_factor makes another model"
+            if "attn_factor" in rope
+            else f"in a copy, write attn_factor {round(trained / default, 9)} beside"
+            " attention_factor; deleting attention_factor makes another model"
+        ),
+    )
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

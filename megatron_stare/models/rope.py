@@ -4,6 +4,8 @@ pretraining. Uses transformers' own formulas."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +25,43 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     """
     if shape.rope_scaling is None:
         raise ValueError("the model's RoPE is not scaled")
-    # imported here, because it takes seconds and few models need it
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    # any config serves: the formulas read sizes and rope parameters only
-    config = LlamaConfig(
+    frequencies, factor = _by_transformers(
+        {**shape.rope_scaling, "rope_theta": shape.rope_theta},
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         head_dim=shape.rotated_dim,
         max_position_embeddings=shape.max_positions,
-        rope_parameters={**shape.rope_scaling, "rope_theta": shape.rope_theta},
-    )
-    frequencies, factor = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]](
-        config, torch.device("cpu")
     )
     return frequencies, factor**2 / math.sqrt(shape.head_dim)
+
+
+def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns two factors on YaRN's cosines and sines: transformers' factor, and transformers'
+    factor without the parameter `attention_factor`.
+
+    Args:
+        rope: rotary parameters of type yarn.
+    """
+    # this length keeps transformers from warning about `factor`
+    longest = rope.get("original_max_position_embeddings", 1)
+    given = {**rope, "rope_theta": 1.0e4}  # the factors do not depend on the base
+    return (
+        _by_transformers(given, max_position_embeddings=longest)[1],
+        _by_transformers({**given, "attention_factor": None}, max_position_embeddings=longest)[1],
+    )
+
+
+def _by_transformers(rope: Mapping[str, Any], **sizes: int) -> tuple[Tensor, float]:
+    """Returns transformers' inverse frequencies and factor on cosines and sines."""
+    # imported here, because it takes seconds and few models need it
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # transformers warns about this key of the servers
+    known = {key: value for key, value in rope.items() if key != "attn_factor"}
+    # any config serves: the formulas read sizes and rope parameters only
+    config = LlamaConfig(**sizes, rope_parameters=known)
+    found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+        config, torch.device("cpu")
+    )
+    return found

@@ -45,6 +45,8 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+# DeepSeek-R1-0528-Qwen3-8B's attn_factor: 1 / (0.1 * log(factor) + 1)
+UNDOES_YARN = 0.8782488562869419
 
 LATENT: dict[str, Any] = SIZES | {
     "num_key_value_heads": 4,
@@ -310,8 +312,34 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "qwen2",
-        {"rope_parameters": {**YARN_ROPE, "attn_factor": 0.878}},
-        "attn_factor in rotary parameters of type 'yarn' is not supported",
+        {"rope_parameters": {**YARN_ROPE, "attn_factor": UNDOES_YARN}},
+        "write attention_factor 1.0 beside attn_factor; deleting attn_factor makes another model",
+    ),
+    (
+        "qwen2",
+        {"rope_parameters": {**YARN_ROPE, "attention_factor": 1.0}},
+        "write attn_factor 0.878248856 beside attention_factor",
+    ),
+    (
+        "qwen2",  # the two factors of the same name
+        {"rope_parameters": {**YARN_ROPE, "attention_factor": 1.1, "attn_factor": 1.1}},
+        "servers scale YaRN by attn_factor, and transformers by attention_factor",
+    ),
+    (
+        "qwen2",
+        {"rope_parameters": {**YARN_ROPE, "magnitude": 0.878}},
+        "magnitude in rotary parameters of type 'yarn' is not supported",
+    ),
+    (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                **YARN_ROPE,
+                **dict.fromkeys(("mscale", "mscale_all_dim"), 1.0),
+                **dict.fromkeys(("attn_factor", "attention_factor"), 0.9),
+            }
+        },
+        "mscale_all_dim 1.0, attention_factor 0.9) is not supported",
     ),
     (
         "llama",
