@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from support.runs import ROOT
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from megatron_stare.cli import main
@@ -267,6 +268,31 @@ def test_a_tokenizer_larger_than_the_model(
         and f"vocab_size {rows}" in error
         and "fix: " in error
     )
+
+
+def test_prompts_without_the_bos_of_the_models_texts_are_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = f"model.path={tmp_path / 'model'}"
+    shutil.copytree(ROOT / "assets/tiny-adder", tmp_path / "model")
+    assert rehearsed(capsys, model) == []
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.bos_token = "<pad>"
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert rehearsed(capsys, model) == []  # a BOS token that texts do not begin with, as Qwen's
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    warning = (
+        "warning: this model's tokenizer begins texts with <pad>, prompts do not: begin"
+        " data.template with it"
+    )
+    assert rehearsed(capsys, model) == [warning]
+    assert rehearsed(capsys, model, "data.template='{prompt}<pad>'") == [warning]
+    assert rehearsed(capsys, model, "data.template=<pad>{prompt}") == []
+    assert rehearsed(capsys, model, "data.chat_template=true") == []
 
 
 def problems(name: str, *texts: str, answer: str = "2") -> None:

@@ -90,7 +90,8 @@ class DataConfig(Section):
     template: str | None = Field(
         None,
         description=(
-            "text with the placeholder {prompt}, applied before the chat template; null: none"
+            "text around {prompt}, inside the chat template; without one, begin it with any BOS"
+            " token"
         ),
     )
     chat_template: bool = Field(

@@ -85,7 +85,7 @@ class PromptEncoder:
             )
         else:
             # Raw text is encoded as it is; a BOS token, if the model needs one, belongs in the
-            # template.
+            # template. A run warns if it is missing there (driver/opening.py).
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise DataError(

@@ -86,6 +86,14 @@ def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, 
     return factory, settings_of(source, factory, WHERE)
 
 
+def first_prompt(source: PromptSource) -> Prompt:
+    """Returns the next prompt of a source, and puts the source back to before this prompt."""
+    before = dict(source.state())
+    (prompt,) = source.take(1)
+    source.restore(before)
+    return prompt
+
+
 def dropped(source: PromptSource) -> Mapping[str, int]:
     """Returns a source's attribute `dropped`, or an empty mapping if the source has no such
     attribute. `dropped` maps each reason to the number of records that the source omitted for this

@@ -12,7 +12,13 @@ from megatron_stare.config.load import load_recorded
 from megatron_stare.config.performance import hints
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_source import PromptSource, find_source, held_out, make_source
+from megatron_stare.data.prompt_source import (
+    PromptSource,
+    find_source,
+    first_prompt,
+    held_out,
+    make_source,
+)
 from megatron_stare.data.records import read_records
 from megatron_stare.driver.resuming import (
     check_resume,
@@ -89,7 +95,22 @@ class Inputs:
                     f"warning: {same} of {len(each.prompts)} problems of {task} are trained on;"
                     " name its file in data.decontaminate to leave them out of training"
                 )
-        return found
+        return found + self._bos_remark()
+
+    def _bos_remark(self) -> list[str]:
+        """Returns a remark if prompts lack the BOS token with which the tokenizer begins texts, and
+        [] otherwise. A chat template alone decides whether a prompt begins with BOS."""
+        if self.config.data.chat_template or self.config.supervised:
+            return []
+        lead = self.tokenizer("a").input_ids[:1]
+        if lead != [self.tokenizer.bos_token_id]:
+            return []
+        if list(first_prompt(self.source).token_ids[:1]) == lead:
+            return []
+        return [
+            f"warning: this model's tokenizer begins texts with {self.tokenizer.bos_token}, prompts"
+            " do not: begin data.template with it"
+        ]
 
     @property
     def config(self) -> Config:

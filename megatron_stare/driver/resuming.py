@@ -22,7 +22,7 @@ import yaml
 from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.rollout_sections import PRECISIONS
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_source import PromptSource
+from megatron_stare.data.prompt_source import PromptSource, first_prompt
 from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
 from megatron_stare.rollout.engines.model_folder import stop_token_ids
 from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
@@ -280,10 +280,7 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
     if not config.supervised:
         stops = stop_token_ids(config.model.path, tokenizer)
         found[STOP_TOKENS] = _digest(json.dumps(stops).encode())
-    before = dict(source.state())
-    (prompt,) = source.take(1)
-    source.restore(before)
-    found[FIRST_PROMPT] = _digest(json.dumps(list(prompt.token_ids)).encode())
+    found[FIRST_PROMPT] = _digest(json.dumps(list(first_prompt(source).token_ids)).encode())
     return found
 
 
