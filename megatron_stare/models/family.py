@@ -153,6 +153,16 @@ class ModelFamily:
             found.append(f"the activation {activation} (hidden_act)")
         if found:
             raise DataError(f"{found[0]} is not supported", where=where)
+        if chunks := config.get("dual_chunk_attention_config"):
+            near = chunks["chunk_size"] - chunks["local_size"]
+            raise DataError(
+                "attention in chunks (dual_chunk_attention_config) is not supported",
+                where=where,
+                fix=(
+                    f"it changes nothing up to {near} tokens: in a copy, remove it and set"
+                    f" max_position_embeddings to {near}"
+                ),
+            )
         window, positions = self.window(config), config["max_position_embeddings"]
         if window is not None and window < positions:
             raise DataError(

@@ -346,6 +346,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": GONE, "rope_theta": 1e4, "rope_scaling": {"factor": 4.0}},
         "factor in rotary parameters of type 'default' is not supported",
     ),
+    *(
+        (
+            family,
+            {"dual_chunk_attention_config": {"chunk_size": 48, "local_size": 8}},
+            "changes nothing up to 40 tokens: in a copy, remove it and set max_position_embeddings",
+        )
+        for family in ("qwen2", "qwen3_moe")
+    ),
     ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
     (
         "phi3",
