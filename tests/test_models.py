@@ -189,6 +189,14 @@ def test_old_configs_name_rotary_parameters_otherwise(tmp_path: Path) -> None:
     )
 
 
+def test_llamas_first_configs_have_no_base_of_the_rotary_frequencies(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    first = folder(tmp_path, "llama", rope_parameters=GONE, rope_scaling=None)
+    assert read_shape(first).rope_theta == 1e4
+    assert AutoConfig.from_pretrained(first).rope_parameters["rope_theta"] == 1e4
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 

@@ -163,7 +163,7 @@ def read_shape(path: str | Path) -> ModelShape:
         family.check(config, str(file))
         return family.shape(config)
     except KeyError as error:
-        raise DataError(f"the field {error} is missing", where=str(file)) from error
+        raise DataError(f"the field {error} is missing or null", where=str(file)) from error
 
 
 def _to_download(path: str | Path) -> str:

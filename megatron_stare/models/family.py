@@ -86,6 +86,8 @@ class ModelFamily:
     # supported RoPE scalings for contexts longer than in pretraining; none depends on the current
     # sequence
     rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "llama3", "yarn")
+    # base of the rotary frequencies if config.json has none; None: the field is required
+    rope_theta: ClassVar[float | None] = None
     rotates_parts: ClassVar[bool] = False  # whether positions may rotate only a part of each head
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
@@ -181,9 +183,12 @@ class ModelFamily:
         return None
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
-        """Reads the shape from config.json. Raises KeyError if a field is missing in
-        config.json."""
+        """Reads the shape from config.json. Raises KeyError if a field is missing in config.json,
+        or if rope_theta is null."""
         rope = rope_parameters(config)
+        theta = rope.get("rope_theta", config.get("rope_theta", self.rope_theta))
+        if theta is None:
+            raise KeyError("rope_theta")
         heads = config["num_attention_heads"]
         return ModelShape(
             family=self.model_type,
@@ -195,7 +200,7 @@ class ModelFamily:
             ffn=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             max_positions=config["max_position_embeddings"],
-            rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
+            rope_theta=float(theta),
             norm_eps=config["rms_norm_eps"],
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias,

@@ -354,6 +354,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         )
         for family in ("qwen2", "qwen3_moe")
     ),
+    ("qwen2", {"rope_parameters": GONE}, "the field 'rope_theta' is missing"),
+    *(
+        (
+            family,
+            {"rope_parameters": GONE, "rope_theta": None},
+            "the field 'rope_theta' is missing or null",
+        )
+        for family in ("llama", "qwen2")
+    ),
     ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
     (
         "phi3",
