@@ -218,16 +218,17 @@ def test_blocks_are_read_from_front_to_back(
 
 
 def test_the_dtype_is_said_under_the_name_that_config_json_has_for_it(tmp_path: Path) -> None:
-    for name in ("dtype", "torch_dtype"):  # of transformers 5, and from before it
-        source, target = tmp_path / name, tmp_path / f"{name} copied"
+    # of transformers 5, from before it, and from a tool that writes both
+    for names in (["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]):
+        source, target = tmp_path / "-".join(names), tmp_path / f"{'-'.join(names)} copied"
         source.mkdir()
         target.mkdir()
-        (source / "config.json").write_text(json.dumps({"model_type": "qwen2", name: "float32"}))
+        config = {"model_type": "qwen2"} | dict.fromkeys(names, "float32")
+        (source / "config.json").write_text(json.dumps(config))
         copy_companions(source, target, "bfloat16")
         assert json.loads((target / "config.json").read_text()) == {
-            "model_type": "qwen2",
-            name: "bfloat16",
-        }
+            "model_type": "qwen2"
+        } | dict.fromkeys(names, "bfloat16")
 
 
 @pytest.mark.parametrize("step", [None, 7])

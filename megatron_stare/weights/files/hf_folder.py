@@ -138,10 +138,11 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
             shutil.copyfile(module, target / module.name)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
-        # the key's name before transformers 5
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        if config.get(key) != dtype:
-            (target / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
+        # torch_dtype: the key's name before transformers 5, which reads dtype if both are there
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        named = config | dict.fromkeys(keys, dtype)
+        if named != config:
+            (target / "config.json").write_text(json.dumps(named, indent=2) + "\n")
 
 
 def _has_auto_map(file: Path) -> bool:
