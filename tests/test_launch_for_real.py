@@ -206,7 +206,10 @@ def test_a_cluster_comes_up_though_its_user_has_a_token_of_ray(tmp_path: Path) -
         "import sys\nfrom megatron_stare.cluster import ray as ours\n"
         "from megatron_stare.config.schema import Config\n"
         "ours.start_ray(Config.model_validate({'model': {'path': 'm'},"
-        " 'runtime': {'ray_address': sys.argv[1]}}))\nprint('joined')"
+        " 'runtime': {'ray_address': sys.argv[1]}}))\n"
+        # joining is not enough: calls of the cluster to the driver must be taken, too
+        "workers = ours.start_actors([{}], 1, 'rank', 60.0)\n"
+        "print(len(workers.wait(workers.everywhere('host', None))), 'actor')\nworkers.close()"
     )
     try:
         for command, more in (
@@ -227,7 +230,7 @@ def test_a_cluster_comes_up_though_its_user_has_a_token_of_ray(tmp_path: Path) -
                     text=True,
                     timeout=120,
                 )
-                assert joined.stdout == "joined\n", joined.stderr
+                assert joined.stdout == "1 actor\n", joined.stderr
             finally:
                 killed(psutil.Process(head.pid))
                 head.wait()

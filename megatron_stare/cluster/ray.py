@@ -26,6 +26,7 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._private.state import available_resources_per_node
+from ray._raylet import GcsClient
 from ray.core.generated.gcs_pb2 import ActorTableData
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -464,15 +465,13 @@ def start_ray(config: Config) -> None:
             f"is a cluster running there? `ray status --address {address}` asks it; "
             "leave the setting out to start Ray on this machine"
         )
-        # a head asks for a token if its user has one, as each run that starts Ray itself leaves
-        # one; `ray.init` with an address would not send it
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         # the same for the driver's own Ray processes; scripts/ray_up.sh sets it on the nodes
         os.environ.setdefault(TASK_EVENTS, "0")
         # Ray resolves this machine's own name to its network address
         head = Listener(address, ray.util.get_node_ip_address())
         # without this check Ray would retry, with messages, for ten minutes
         head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
+        _authenticate(by_number(address))
         what = f"the Ray cluster at {address} cannot be joined"
         _init(what, "runtime.ray_address", fix, address=by_number(address), **common)
         _joined = head
@@ -488,6 +487,22 @@ def start_ray(config: Config) -> None:
     # "local", since Ray would otherwise join a cluster that happens to run on this machine
     new = {"address": "local", "object_store_memory": store, "_node_ip_address": LOOPBACK}
     _init("Ray does not start", "runtime", fix, **new, **common)
+
+
+def _authenticate(address: str) -> None:
+    """Lets this process and its children send Ray's token if the head at `address` asks for a
+    token. `ray start` by hand asks for one if its user has one, and every run that starts Ray
+    itself leaves one. A cluster of scripts/ray_up.sh asks for none and sends none, and a driver
+    that asked for one would refuse the cluster's own calls, without which no actor starts. Does
+    nothing if RAY_AUTH_MODE is set."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    try:
+        GcsClient(address=address)
+    except said.AuthenticationError:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except Exception:  # `ray.init` says what is wrong
+        return
 
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
