@@ -17,22 +17,23 @@ RUNS, STEPS, WINDOW = 60, 60, 5
 Row = dict[str, float]
 
 # Of every rule: how often an alert began or a guard fired, and the sum of the steps at which it
-# did. Counted by the engines of ba78035; a rule that is meant to change changes its line.
+# did. Counted by the engines of ba78035; a rule that is meant to change changes its line. Since
+# alerts stay active over a resume, six begin 14 times less: at a resume, not anew.
 RECORDED = {
     "agreement": (94, 3343),
-    "engine and trainer differ": (95, 2885),
+    "engine and trainer differ": (94, 2854),
     "engine and trainer drift apart": (34, 982),
     "entropy": (1093, 46689),
-    "entropy collapse": (30, 1134),
-    "entropy off target": (30, 1129),
+    "entropy collapse": (26, 1010),
+    "entropy off target": (29, 1098),
     "entropy out of bounds": (67, 2016),
     "grad_norm": (75, 2647),
-    "gradient spike": (38, 1326),
+    "gradient spike": (37, 1311),
     "groups without signal": (57, 1845),
     "growth": (1311, 50972),
     "loss": (410, 14074),
-    "no finite gradient": (67, 2124),
-    "responses cut off": (189, 6092),
+    "no finite gradient": (66, 2110),
+    "responses cut off": (183, 5933),
     "reward failures": (82, 2877),
     "spike of engine against trainer": (65, 2308),
     "spike of the gradient norm": (65, 2193),
@@ -103,7 +104,8 @@ def test_what_is_decided_is_what_was_recorded() -> None:
     count, steps = Counter[str](), Counter[str]()
     for seed in range(RUNS):
         draw = Random(seed)
-        for name, step in decided(list(run(draw)), draw.choice((0, 0, 12, 30))):
+        rows = [{**row, "step": float(step)} for step, row in enumerate(run(draw), 1)]
+        for name, step in decided(rows, draw.choice((0, 0, 12, 30))):
             count[name] += 1
             steps[name] += step
     assert {name: (count[name], steps[name]) for name in count} == RECORDED
