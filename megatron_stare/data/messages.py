@@ -104,7 +104,7 @@ def rendered(
     def add(end: int, *, learnt: bool) -> None:
         nonlocal at, open_
         part = tokenizer(whole[at:end], **_PLAIN).input_ids
-        closing = open_ and not learnt and part[:1] != [] and part[0] in special
+        closing = open_ and not learnt and not special.isdisjoint(part[:1])
         ends = max((n for n, each in enumerate(part, 1) if each in special), default=0)
         ids.extend(part)
         mask.extend(learnt and n < (ends or len(part)) for n in range(len(part)))

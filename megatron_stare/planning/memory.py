@@ -509,14 +509,13 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
 
 
 class PlannedFit(Fit):
-    """Checks whether several layouts of one run fit. The memory of the servers is computed only
-    once, for the first layout, and is then used for all layouts."""
+    """Checks whether several layouts of one run fit. Layouts that cut a stage alike share the
+    stage's sizes."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._parts: dict[tuple[int, int], Parts] = {}
         self._stages: dict[tuple[int | bool | None, ...], list[dict[str, int]]] = {}
-        self._first: list[ServedMemory | None] = []
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
         config, parallel = run.config, run.config.parallel
@@ -544,11 +543,6 @@ class PlannedFit(Fit):
             parallel.replicas,
             run.config.optimizer.distributed,
         )
-
-    def served(self, run: ResolvedRun) -> ServedMemory | None:
-        if not self._first:
-            self._first.append(super().served(run))
-        return self._first[0]
 
     def build(self, run: ResolvedRun) -> None:
         """Builds complete ranks of this run's layout, instead of assembling ranks from parts. All
