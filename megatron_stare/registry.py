@@ -201,7 +201,7 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 def _imported_file(path: str, where: str) -> ModuleType:
     """Imports a file as a module, once per process. The module gets a name that no import statement
-    can contain, so that it cannot replace another module."""
+    can contain. The file therefore cannot replace a module that other code imports."""
     file = Path(path).expanduser().resolve()
     name = f"file:{file}"
     if name in sys.modules:

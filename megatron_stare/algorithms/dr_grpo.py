@@ -5,7 +5,7 @@ long wrong answers and easy questions. Short name: Dr. GRPO.
 
 L_max is a constant. In the paper's recipe, L_max is 3000. In verl, the aggregation
 seq-mean-token-sum-norm divides by L_max alone up to release 0.7, and by B L_max since release 0.8.
-Here the aggregation 'dr_grpo_verl' divides by L_max alone.
+In this project, the aggregation 'dr_grpo_verl' divides by L_max alone.
 """
 
 from __future__ import annotations

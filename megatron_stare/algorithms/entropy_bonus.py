@@ -1,12 +1,12 @@
 """The entropy bonus lowers the loss by a coefficient times the entropy. The gradient flows through
 the entropy H. The coefficient c is fixed, or adjusted so that the entropy reaches a target
-(Skywork-OR1, 2505.22312).
+(Skywork-OR1, arXiv 2505.22312).
 
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
 
-The coefficient is updated after the step, so the bonus reacts one step late, as published. The
-first step uses the initial c.
+As published, the entropy of a step changes the coefficient of the next step. The first step uses
+the initial coefficient.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class EntropyBonus:
     """Settings of the entropy bonus.
 
     `coef`: the coefficient c. With a target, `coef` is the initial value of c.
-    `target`: the target entropy in nats. Every step changes c to bring the entropy closer to the
-        target. If `target` is null, c is fixed.
-    `delta`, `coef_min`, `coef_max`: with a target, every step moves c by `delta` within [coef_min,
-        coef_max].
+    `target`: the target entropy in nats. Every step changes the coefficient c to bring the entropy
+        closer to the target. If `target` is null, the coefficient c is fixed.
+    `delta`, `coef_min`, `coef_max`: with a target, every step moves the coefficient c by `delta`
+        within [coef_min, coef_max].
     `measure`: the quantity that is compared with the target. 'entropy' is the mean entropy.
         'surprisal' is the mean surprisal of the sampled tokens, an estimate of the mean entropy.
-        The released code uses the mean surprisal.
+        The released code of Skywork-OR1 uses the mean surprisal.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -73,8 +73,8 @@ class EntropyBonus:
     def control(
         self, state: dict[str, torch.Tensor], statistics: Statistics
     ) -> dict[str, torch.Tensor]:
-        """Returns the new state. The entry USED is the coefficient of this step, and the entries
-        COEF and OPEN determine the coefficient of the next step."""
+        """Returns the new state. In the new state, USED is the coefficient of this step, and COEF
+        and OPEN determine the coefficient of the next step."""
         if self.target is None:
             return state
         entropy = scalar(statistics, MEASURE)

@@ -21,11 +21,11 @@ of the entropy get a negative advantage, because the overall mean lies near the 
 tokens. If few tokens are correct, wrong tokens with a small share of the inverse entropy get a
 positive advantage.
 
-Tokens that are normalised together get advantage 0 if their rewards differ only by rounding errors.
-Otherwise the division by a tiny std would turn rounding errors into advantages of several units.
-For example, if a prompt has only one correct response, 'separate' gives each token of this response
-the share 1, so the rewards of these tokens differ only by rounding errors. This file takes the
-paper's words "Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. The setting
+Tokens that are normalised together get advantage 0 if their rewards differ only by rounding errors,
+because dividing by a tiny std would turn rounding errors into advantages of several units. For
+example, if a prompt has only one correct response, 'separate' gives each token of this response the
+share 1, so the rewards of these tokens differ only by rounding errors. This file takes the paper's
+words "Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. The setting
 `entropy_clamp` clamps the entropy itself, which is the literal meaning of the paper's words
 "Entropy clipped".
 """

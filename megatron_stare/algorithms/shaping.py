@@ -107,7 +107,7 @@ class LengthPenalty:
 
 
 def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
-    """Returns the number of flags that are set in each group, [G] float64."""
+    """Returns the number of True entries of `flags` [B] in each group, as a float64 tensor [G]."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return torch.zeros(number, dtype=torch.float64).index_add_(0, groups, flags.to(torch.float64))
 
@@ -127,9 +127,9 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Returns a mask over groups, [G] bool. The mask is true for groups whose compared responses
-    have different entries in `values`. The argument `counted` is the mask of the responses to
-    compare, [B] bool. DAPO's dynamic sampling drops a group if all responses of the group have the
-    same reward."""
+    """Returns a mask over groups, [G] bool. A group's entry is True if the group's counted
+    responses do not all have the same value in `values` [B]. The argument `counted` [B] is the mask
+    of the counted responses. DAPO's dynamic sampling drops a group if all responses of the group
+    have the same reward."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

@@ -103,8 +103,8 @@ def build_replicas(
         return config, number, others.peers(parts), tuple(rest[part] for part in parts)
 
     def renewed(number: int) -> tuple[Any, ...]:
-        """Also replaces the replica's parts whose actors are dead. A new actor takes the place of
-        the dead one, on the same node."""
+        """Replaces the dead actors of the replica's parts, and returns the arguments for a new
+        worker of the replica. Each new actor runs on the dead actor's node."""
         for one in range(number * beside, (number + 1) * beside):
             if others.dead(one):
                 others.replace(one)
@@ -329,8 +329,7 @@ class RayRunner:
         return ranks, replicas, others
 
     def _require_routes(self, config: Config) -> None:
-        """Checks that the ranks can send weights to the servers. The check runs before any worker
-        is built.
+        """Checks, before any worker is built, that the ranks can send weights to the servers.
 
         Raises:
             UserError: a rank cannot reach a server, or a node does not see the sync folder.

@@ -54,17 +54,18 @@ def _has_servers(config: Tree) -> bool:
 
 
 def _servers_that_are_used(config: Tree) -> Tree:
-    """Removes server settings if the engine has no servers. Format 1 allowed server settings for an
-    engine without servers, and ignored the settings."""
+    """Removes server settings if the engine has no servers. In format 1, a configuration could
+    contain server settings although its engine had no servers. The run then ignored the server
+    settings."""
     if not _has_servers(config):
         config.pop("sglang", None)
     return config
 
 
 def _cache_of_the_device(config: Tree) -> Tree:
-    """Removes cache_tokens if its value is 20,000 tokens. Configurations of format 2 had this
-    default, which was meant for CPU servers. The default is now null, which means 20,000 tokens on
-    a CPU."""
+    """Removes cache_tokens if its value is 20,000 tokens. In format 2, the default of cache_tokens
+    was 20,000 tokens, which was meant for CPU servers. The default of cache_tokens is now null. On
+    a CPU, null also means 20,000 tokens."""
     return _without_server_setting(config, "cache_tokens", FORMER_CACHE_TOKENS)
 
 
@@ -142,8 +143,9 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 
 def without_former_defaults(config: Tree) -> Tree:
-    """Removes former defaults of server settings if the engine has no servers. If a user copies an
-    old run's config.yaml and deletes the format number, the copy contains former defaults."""
+    """Removes former defaults of server settings if the engine has no servers. A user can copy an
+    old run's config.yaml, delete the format number, and start a new run from the copy. The copy is
+    not upgraded and may contain former defaults."""
     return config if _has_servers(config) else _address_that_is_used(_cache_of_the_device(config))
 
 

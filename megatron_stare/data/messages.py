@@ -32,7 +32,8 @@ TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
 class RowError(Exception):
     """Raised for a row that cannot be used as a demonstration.
 
-    `kind`: description of the fault. The same fault has the same description in every row.
+    `kind`: description of the fault. Rows with equal descriptions count as rows with the same
+        fault.
     """
 
     def __init__(self, kind: str, fix: str) -> None:
@@ -67,11 +68,12 @@ def rendered(
     assistant wrote.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
-    the turn. The template's text after the turn's last special token does not count in the loss. If
-    a turn has no special token, the special token that opens the next role's message ends the turn
-    (GLM-4.5), also after the last turn. In a rollout, no token spans the border between two turns,
-    because each turn is sampled or encoded separately. This function therefore also encodes each
-    turn separately.
+    the turn. The template's text after the turn's last special token does not count in the loss. In
+    some chat templates, such as GLM-4.5's, an assistant's turn contains no special token. The turn
+    then ends with the special token that opens the next role's message. If such a turn ends the
+    conversation, the function appends the special token that would open a user's message. In a
+    rollout, no token spans the border between two turns, because each turn is sampled or encoded
+    separately. For the same reason, the function encodes each turn separately.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).

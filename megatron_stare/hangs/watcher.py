@@ -7,7 +7,8 @@ driver's heartbeats (beats) and copies them into the run directory. When a phase
 limit, the watcher collects facts about all processes of the run, and writes them into a folder, the
 bundle. The watcher also prints one screen of text that says which process waits for which. The
 watcher imports neither torch nor Ray. The watcher sends no requests to the processes that the run
-started. Calls that may wait for a file system run only on threads that the watcher can abandon.
+started. If a call can block on a file system, the watcher makes the call on a thread that the
+watcher can abandon.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Watcher:
         self._copier.last()
 
     def _look(self) -> None:
-        """Copies the driver's beat now and then, and reports a hang."""
+        """Copies the driver's heartbeat into the run directory every COPY_S seconds, and reports a
+        hang."""
         beat = self._read()
         if beat is None:
             return
@@ -127,7 +129,7 @@ class Watcher:
             self._tell(beat)
 
     def _read(self) -> Beat | None:
-        """Reads the driver's beat. Progress of any rank counts as progress of the driver. The
+        """Reads the driver's heartbeat. Progress of any rank counts as progress of the driver. The
         driver itself reports no progress while the driver waits for ranks. If the progress of ranks
         did not count, a long update could exceed the time limit of its phase."""
         beat = read_beat(beat_file(self._folder, DRIVER))
@@ -144,7 +146,7 @@ class Watcher:
 
     def _starved(self, beat: Beat) -> float:
         """Returns the seconds that the run waited for a CPU since the last tick. Returns 0 until
-        half of the phase's limit has passed without progress."""
+        half of the phase's time limit has passed without progress."""
         if not self._vigil.near(beat, time.monotonic()):
             self._starvation.forget()
             return 0.0
@@ -188,7 +190,7 @@ class Watcher:
 
     def collect(self, beat: Beat, flights: Path | None) -> Facts:
         """Collects all facts that are available within a minute. Writes NCCL's dumps into the
-        folder `flights`; without such a folder, the dumps are lost."""
+        folder `flights`. If `flights` is None, the dumps are lost."""
         settings = self._settings
         without_s = self._vigil.without_s(beat, time.monotonic())
         others = self._nodes.ask() if self._nodes is not None else None
@@ -253,7 +255,7 @@ class Watcher:
                 os.kill(self._settings.driver, number)
 
     def close(self) -> None:
-        """Disconnects the agents of other nodes, and removes this node's folder of beats."""
+        """Disconnects the agents of other nodes, and removes this node's folder of heartbeats."""
         if self._nodes is not None:
             self._nodes.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -294,13 +296,14 @@ class _Copier:
 
 
 def _process(facts: dict[str, Any]) -> tuple[str, int]:
-    """Returns host and pid. `node` of an agent's facts is the host's name, "/" and a Ray node."""
+    """Returns a process's host and pid. In the facts from an agent, the field `node` consists of
+    the host's name, a slash, and the first 8 characters of the Ray node's id."""
     return facts["node"].partition("/")[0], facts["pid"]
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Checks whether a server answers at all. A refusal that asks for an API key counts as an
-    answer, and so does an answer in another protocol."""
+    """Checks whether a server answers at all. If the server refuses the request for lack of an API
+    key, the refusal counts as an answer. A reply in another protocol also counts as an answer."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)

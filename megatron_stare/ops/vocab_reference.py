@@ -14,8 +14,9 @@ from torch import Tensor
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Returns this rank's m, s, t and z_target in one tensor [4 or 6, N] of at least float32. With
-    `second_moment`, the tensor also contains q and u.
+    """Returns one tensor, [4 or 6, N] of at least float32. The tensor's first four rows are this
+    rank's maxima m, sums s, sums t and target logits z_target. If `second_moment` is True, two more
+    rows are the sums q and u. The module vocab_parallel.py defines m, s, t, q and u.
 
     Args:
         logits: [N, V].

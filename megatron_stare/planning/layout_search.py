@@ -34,7 +34,8 @@ class Candidate:
 
     def settings(self, base: Config) -> dict[str, str | int | bool]:
         """Returns the settings in which this candidate differs from `base`, with the candidate's
-        values. The keys are full names, such as `parallel.tensor`."""
+        values. The keys of the returned dict are full names of settings, such as
+        `parallel.tensor`."""
         found: dict[str, str | int | bool] = {}
         for section in ("parallel", "model", "batch", "optimizer", "rollout"):
             before, after = getattr(base, section), getattr(self.run.config, section)
@@ -127,12 +128,11 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts. The distance is a sum over settings. For each
-    parallel size, such as the tensor-parallel size, the distance grows by n if the sizes in the two
-    layouts differ by a factor of 2^n. If the two layouts' micro-batch sizes differ by a factor of
-    2^n, the distance grows by n/2. If the layouts use different kinds of recomputation, the
-    distance grows by 1. If the optimizer is distributed in only one of the layouts, the distance
-    also grows by 1."""
+    """Returns the distance between two layouts. For each parallel size, such as the tensor-parallel
+    size, the distance grows by n if the sizes in the two layouts differ by a factor of 2^n. If the
+    two layouts' micro-batch sizes differ by a factor of 2^n, the distance grows by n/2. If the
+    layouts use different kinds of recomputation, the distance grows by 1. If the optimizer is
+    distributed in only one of the layouts, the distance also grows by 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

@@ -172,8 +172,9 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
 
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
-    """Returns the phases whose rates were calibrated. Rates that are only assumed can be wrong by a
-    factor of a hundred, especially on CPUs."""
+    """Returns the names of the phases whose rates a calibration has fitted (see RATES). Also
+    returns "step" if a calibration has fitted fixed_s and the rates of all phases that take time.
+    Rates that are only assumed can be wrong by a factor of a hundred, especially on CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

@@ -4,17 +4,17 @@ module does not need torch.
 L+ and L- are the sets of tokens that STARE selects. W is the weight of the tokens in L+, and M is
 the weight of the tokens in L-. If both weights are 1, a unit step in the logits changes the entropy
 by P, to first order. The tokens of L+ contribute G+ to this change, and the tokens of L- contribute
-G-. With other weights, the change is P + (W - 1) G+ + (M - 1) G-. The suggested weights are as near
-to 1 as possible and satisfy the equation
+G-. With other weights, the change is P + (W - 1) G+ + (M - 1) G-. The suggested weights satisfy the
+following equation and are as near to 1 as possible:
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P.
 
 W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no allowed W and M satisfy
 the equation, the module suggests the allowed W and M that bring the two sides of the equation
-closest together. The forecast may say that the entropy still falls with these weights. In this
-case, if G+ is also so near to 0 that the sign of G+ is uncertain, the module suggests AMPLIFY_MAX
-for W. A large W raises the entropy if G+ is in truth positive. benchmarks/laboratory/held_out.py
-compares the suggestions with a sweep.
+closest together. If the predicted entropy falls even with the suggested weights, and G+ is so near
+to 0 that the sign of G+ is uncertain, the module suggests AMPLIFY_MAX for W. If the true G+ is
+positive, a large W raises the entropy. The script benchmarks/laboratory/held_out.py compares the
+suggestions with a sweep.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ NEAR_ZERO = 0.05  # of P: a G+ above minus this share counts as 0
 class Facts:
     """Mean values over the first steps of a run.
 
-    `entropy`: mean entropy over the first few of these steps, in nats.
-    `entropy_now`: mean entropy over the last few of these steps, in nats.
+    `entropy`: mean entropy over the run's first 5 steps, in nats.
+    `entropy_now`: mean entropy over the newest 5 steps that `megatron-stare suggest` has read, in
+        nats.
     `plain`: P, in nats per unit step.
     `plus`, `minus`: G+ and G-, in nats per unit step.
     """

@@ -8,13 +8,13 @@ count each shared page once per process.
 
 `freeze` hides long-lived objects, such as libraries, models and settings, from Python's garbage
 collector. A full garbage collection in the middle of a step visits every object that `freeze` has
-not hidden. The libraries torch and transformers create a few hundred thousand such objects. While
-one rank collects garbage, all other ranks wait for it.
+not hidden. The libraries torch and transformers create a few hundred thousand long-lived objects.
+While one rank collects garbage, all other ranks wait for this rank.
 
 `keep_freed` keeps the memory that a training step on a CPU frees, so that the next step can reuse
 the memory. By default glibc returns freed memory to the kernel. When the process allocates memory
-again, the kernel fills every page with zeros. For a small model, this takes a tenth of the step
-time.
+again, the kernel fills every page with zeros. For a small model, filling pages with zeros takes a
+tenth of the step time.
 """
 
 from __future__ import annotations
@@ -101,16 +101,16 @@ def frozen_heap() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Home:
-    """The pid of a process, and the space in which the pid is valid. Two processes can find each
-    other by their pids only if their spaces are equal."""
+    """Process id (pid) of a process, and name of the space in which the pid is unique. Two
+    processes can find each other by their pids only if both processes have the same space."""
 
     space: str
     pid: int
 
 
 def own_home() -> Home:
-    """Returns the home of this process. The space is the boot of the machine, and the PID
-    namespace. Without Linux, the space is the host's name."""
+    """Returns the `Home` of this process. On Linux, `Home.space` consists of the machine's boot id
+    and the PID namespace. On other systems, `Home.space` is the host's name."""
     try:
         space = f"{_BOOT.read_text().strip()} {os.readlink(_PID_SPACE)}"
     except OSError:
@@ -155,9 +155,9 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 class SharedMappings:
     """List of the MAP_SHARED mappings that this process has when the object is created (see
-    proc_pid_maps(5)). A forked child and its parent share these mappings. When the child or the
-    parent writes to a page outside these mappings, the kernel makes a separate copy of this
-    page."""
+    proc_pid_maps(5)). A forked child and its parent share the pages of MAP_SHARED mappings. When
+    the child or the parent writes to a page outside the MAP_SHARED mappings, the kernel makes a
+    separate copy of this page."""
 
     def __init__(self) -> None:
         with open("/proc/self/maps") as lines:

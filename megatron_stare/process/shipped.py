@@ -32,10 +32,10 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns the path of a config file. First looks for `path` in the folder `beside`. If this
-    folder contains no such file, looks for a shipped config with this path. If neither place
-    contains the file, returns the path that the file would have in the folder `beside`. The path of
-    a shipped config may omit the leading `configs/`."""
+    """Returns the path of a config file. First looks for the file `path` in the folder `beside`. If
+    the folder `beside` does not contain the file, looks for the shipped config `path`. If there is
+    no shipped config `path` either, returns the path that the file would have in the folder
+    `beside`. The path of a shipped config may omit the leading `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()
@@ -65,8 +65,8 @@ def resolve_paths(path: Path, tree: dict[str, Any]) -> None:
 
 
 def tool(name: str) -> Path:
-    """Returns the path of a tool's script. `name` is one of TOOLS. Run the file as a script instead
-    of importing it, because the file imports other files from its own folder."""
+    """Returns the path of a script in the folder `tools/`. `name` is one of TOOLS. Run the file as
+    a script instead of importing it, because the file imports other files from its own folder."""
     return SHIPPED / "tools" / f"{name}.py"
 
 

@@ -111,8 +111,8 @@ class WorkerProcess:
 
     @property
     def sending(self) -> bool:
-        """Returns True if some data is not sent yet. `flush` must send this data when the socket is
-        writable."""
+        """Returns True if some data is not sent yet. The caller must then call `flush` when the
+        socket is writable."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:

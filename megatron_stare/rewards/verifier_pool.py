@@ -171,14 +171,15 @@ class VerifierPool:
     def verify(
         self, texts: Sequence[tuple[str, str] | Asked], most_failures: int | None = None
     ) -> list[Verdict]:
-        """Returns one Verdict for each element of `texts`, in order. An element is (response,
-        answer) or (response, answer, columns).
+        """Returns one Verdict for each element of `texts`, in order. Each element of `texts` is
+        (response, answer) or (response, answer, columns).
 
-        Waits for the workers, at most `timeout_s` for each answer. If an answer makes its worker
-        hang or crash, the other answers are still verified. If SIGKILL ends a worker, another
-        worker verifies the killed worker's current answer once more.
+        Waits until all answers have a verdict. A worker may take at most `timeout_s` seconds for an
+        answer. If an answer makes its worker hang or crash, the other answers are still verified.
+        If SIGKILL ends a worker, another worker verifies the killed worker's current answer once
+        more.
 
-        Any exception, including Ctrl-C, closes the pool. Otherwise workers would go on verifying
+        Any exception, including Ctrl-C, closes the pool, so that workers do not go on verifying
         answers for which no caller waits.
 
         Args:
@@ -272,7 +273,7 @@ class VerifierPool:
 
     def _advance(self, answers: Answers, wait: bool = True) -> None:
         """Waits until a worker sends a message, ends, or exceeds its time limit. Then handles this
-        event. If `wait` is false, handles only what has already happened."""
+        event. If `wait` is False, handles only the events that have already happened."""
         now = time.monotonic()
         for slot in self._slots:
             self._watch(slot)
@@ -365,8 +366,8 @@ class VerifierPool:
         """Registers a worker's socket with the pool's I/O selector (Python's module `selectors`).
         The I/O selector reports the socket as ready if the socket has a message from the worker.
         While the pool has unsent data for the worker, the I/O selector also reports the socket as
-        ready if the socket can take more data. Makes no system call if the events are the same as
-        before."""
+        ready if the socket can take more data. Makes no system call if the socket is already
+        registered for the same kinds of events."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

@@ -2,7 +2,7 @@
 Imports torch only when a command runs.
 
 The command `sft` is `train` with other defaults. The default method of the command `sft` learns
-from given conversations. A run with this method samples no responses.
+from given conversations and samples no responses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BENEATH = {
 
 
 def add_arguments(command: argparse.ArgumentParser, name: str = TRAIN) -> None:
-    """Adds the arguments of a command to the command's parser. Also sets `run_command` as the
+    """Adds the arguments of a command to the command's parser. Also registers `run_command`, the
     function that runs the command.
 
     Args:
@@ -143,9 +143,9 @@ def _supervise(args: argparse.Namespace) -> int:
 def _typed(
     args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Splits the run's command line into two lists of words for `what_now`. The first list contains
-    the program, the command, the configuration file and the overrides. The second list contains the
-    options.
+    """Returns the run's command line as two lists of words: the arguments `command` and `options`
+    of `what_now`. The first list contains the program, the command, the configuration file and the
+    overrides. The second list contains the options.
 
     Args:
         run_dir: a run directory that the caller adds to the words. If `run_dir` is given, the words

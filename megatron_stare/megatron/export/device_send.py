@@ -1,10 +1,10 @@
 """Sends weights to engines that share devices with the trainer.
 
-Every bucket is gathered on each of the trainer ranks that together hold one copy of the model. Each
-trainer rank then makes a handle, through which the engine rank on the same device accesses the
-bucket's memory. Among the trainer ranks that share devices with an engine, the first rank collects
-the handles and sends one handle to each rank of the engine. Weights move between devices only while
-the trainer ranks gather a bucket.
+The trainer ranks that together hold one copy of the model all gather every bucket. Each trainer
+rank then makes a handle, through which the engine rank on the same device accesses the bucket's
+memory. Among the trainer ranks that share devices with an engine, the first rank collects the
+handles and sends one handle to each rank of the engine. Weights move between devices only while the
+trainer ranks gather a bucket.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class DeviceSend:
         self._carried: list[_Carried] = []  # engines with a rank on this device
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """If the target has changed, finds the engines that have a rank on this trainer rank's
-        device.
+        """If `target` differs from the previous call's target, finds the engines that have a rank
+        on this trainer rank's device.
 
         Args:
             prove: whether the senders compute checksums for the engines to verify.
@@ -164,8 +164,8 @@ class _Carried:
     def hand(self, bucket: Bucket) -> None:
         """Passes a bucket's handles to the engine, after the engine has received the previous
         bucket. When the next `meet` returns, either the engine has received the previous bucket, or
-        sending has failed. If sending has failed, the first of the trainer ranks on the engine's
-        devices has stored the error. Later buckets are not passed."""
+        sending has failed. If sending has failed, the trainer rank that collects the handles has
+        stored the error, and later buckets are not passed."""
         if self._failed:  # nobody would open or release the handle
             return
         handle = self._sender.handle(bucket)
@@ -193,8 +193,8 @@ class _Carried:
             return None
 
     def meet(self) -> None:
-        """Barrier: waits until all trainer ranks on the engine's devices have called `meet`. All of
-        these ranks then know whether sending has failed."""
+        """Barrier: waits until all trainer ranks on the engine's devices have called `meet`. When
+        `meet` returns, each of these trainer ranks knows whether sending has failed."""
         failed = torch.tensor(int(self._error is not None))
         if self._group is not None:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)

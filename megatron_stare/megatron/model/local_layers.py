@@ -1,12 +1,12 @@
 """Operators of layers that run without Transformer Engine: RMSNorm, SwiGLU, and attention over
 short sequences.
 
-- RMSNorm computes the same as megatron-core's torch norm, but supports sequence parallelism and
-  takes a third of the time on a CPU. The norm of megatron-core refuses sequence parallelism,
-  because the norm's weight would miss the gradient all-reduce. Our RMSNorm requests the gradient
-  all-reduce through an attribute of its weight. On GPUs, our RMSNorm calls torch's kernel for the
-  norm and its gradient. On CPUs, torch's own norm takes a dozen operations, and each operation
-  reads and writes the whole input.
+- RMSNorm computes the same function as megatron-core's torch norm, but supports sequence
+  parallelism. On a CPU, our RMSNorm takes a third of the time of megatron-core's torch norm. The
+  norm of megatron-core refuses sequence parallelism, because the norm's weight would miss the
+  gradient all-reduce. Our RMSNorm requests the gradient all-reduce through an attribute of its
+  weight. On GPUs, our RMSNorm calls torch's kernel for the norm and its gradient. On CPUs, torch's
+  own norm takes a dozen operations, and each operation reads and writes the whole input.
 
 - SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The SwiGLU operations of
   megatron-core copy both halves of these states in the forward pass and in the backward pass. The
@@ -15,8 +15,8 @@ short sequences.
 
 - The attention over short sequences is for CPUs, and keeps all scores in memory. The CPU kernel of
   torch runs small matrix products for every head of every sequence, forward and backward. For short
-  sequences, starting so many small products takes longer than computing them. Our attention over
-  short sequences runs one batched product for all heads and sequences.
+  sequences, the overhead of starting a small matrix product exceeds the time to compute the
+  product. Our attention over short sequences runs one batched product for all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
 groups of heads that share keys and values, r heads per group, d head size; *: any leading
@@ -98,8 +98,8 @@ class SwiGlu(MegatronModule):
 class _SwiGlu(torch.autograd.Function):
     """Computes `swiglu` and its gradient. The gradient of x is bit-identical to the gradient that
     autograd would compute from the formula. Autograd would first compute the gradients of the two
-    halves of x as separate tensors. This class instead allocates one tensor for the gradient of x,
-    and computes the gradients of the two halves directly in the two halves of this tensor."""
+    halves of x as separate tensors. This class allocates one tensor for the gradient of x, and
+    writes the gradient of each half of x directly into the same half of this tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:
-    """Stacks the rows that share keys: [b, s, n, d] -> [b g, r s, d]."""
+    """Stacks the rows of all heads that share keys and values: [b, s, n, d] -> [b g, r s, d]."""
     b, s, n, d = x.shape
     return (
         x.reshape(b, s, groups, n // groups, d)

@@ -159,7 +159,7 @@ def _run(
 
 
 def forget_routes(model: list[nn.Module]) -> None:
-    """Drops the routing weights that each token dispatcher keeps of its last micro-batch.
+    """Drops the routing weights that the token dispatchers keep from the last micro-batch.
 
     The autograd graph of the routing weights leads back to the model through nodes that Python's
     garbage collector does not see. Without `forget_routes`, the routing weights would keep the
@@ -202,8 +202,8 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, policy: list[nn.Module]) -> None:
-        """Copies the policy's weights into the reference policy chunk by chunk. The reference
-        policy may be stored on the device or in host memory."""
+        """Copies the policy's weights into the reference policy, one parameter at a time. The
+        reference policy may be stored on the device or in host memory."""
         for mine, other in zip(self.model, policy, strict=True):
             for weight, current in zip(
                 unwrap(mine).parameters(), unwrap(other).parameters(), strict=True

@@ -1,7 +1,7 @@
 """Computes metrics that show how often responses reflect on their own reasoning. One metric counts
 the words that the configuration lists. The other metrics use the STARE paper's six categories of
-words. For each category, two metrics give the share of tokens that belong to the category's words.
-One metric covers only the tokens that the method selects. The other metric covers all tokens that
+words. For each category, two metrics give the share of tokens that are part of a word of the
+category: one metric among the tokens that the method selects, and one metric among all tokens that
 the loss counts. The functions are pure. The results are logged as metrics of a step and therefore
 appear in the report."""
 
@@ -61,12 +61,12 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns, for each category of words, the share of tokens that belong to one of the category's
-    words. The metric `reflection/selected_<category>` is the category's share of the selected
+    """Returns, for each category of words, the share of tokens that are part of a word of the
+    category. The metric `reflection/selected_<category>` is the category's share of the selected
     tokens. The metric `reflection/all_<category>` is the category's share of all tokens that the
     loss counts.
 
-    The rules of records/words.py determine which words are found. A token belongs to a word if the
+    The rules of records/words.py determine which words are found. A token is part of a word if the
     token contains any of the word's characters. If `Trajectory.numbers` of a sample is None, no
     per-token values were recorded for the sample, and the function ignores the sample. Returns {}
     if no token is selected.

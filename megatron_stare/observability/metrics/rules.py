@@ -73,7 +73,7 @@ Text = str | Callable[[Row], str]
 class Rule:
     """A row of the table.
 
-    `name`: name of the rule's alert. The name contains no measured values.
+    `name`: name of the rule's alert, without measured values.
     `when`: the rule's condition.
     `alert`: text of the rule's alert, or "" for no alert. A name in braces stands for a metric of
         the step or for a measured value.
@@ -84,10 +84,10 @@ class Rule:
         the largest value.
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
-    `flag`: name of a metric that is 1 in every step in which the rule's condition held. If the rule
-        has no such metric, `flag` is "". The driver tests the rule's condition and logs this
-        metric. The class `Watch` raises the alert according to this metric, and does not test the
-        rule's condition a second time.
+    `flag`: name of a metric that is 1 in every step in which the rule's condition held, or "" if
+        the rule has no such metric. The driver tests the condition and logs the metric. If a rule
+        has a `flag`, the class `Watch` does not test the rule's condition again, but raises the
+        alert in the steps in which the metric is 1.
     `dtype`: `coarsest_dtype` that a run must have for the rule to apply, or "" if any dtype will
         do.
     `sampled`: True if the rule applies only to runs that sample their responses.
@@ -313,8 +313,9 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Adds the earlier steps of a resumed run, with which later steps are compared. Alerts that
-        these steps left active stay active. `add` does not return these alerts as begun again."""
+        """Adds the earlier steps of a resumed run, so that `add` compares later steps with the
+        earlier steps. Alerts that were active after the last earlier step stay active, and `add`
+        does not return these alerts as new alerts."""
         for row in rows:
             self.add(int(row["step"]), row)
 

@@ -31,8 +31,9 @@ class Reasons:
     """Explanations of a selection.
 
     `lines`: sentences about the step.
-    `sets`: the reason why a token is in a set of selected tokens, keyed by the set's letter. The
-        field `selected` of a rollout file contains the letters of the sets.
+    `sets`: for each set of selected tokens, the reason why a token is in the set. The keys are the
+        letters of the sets. The field `selected` of a rollout file contains the letters of the
+        sets.
     """
 
     lines: tuple[str, ...] = ()

@@ -55,7 +55,8 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
 def view_of_run(directory: Path) -> TokenView | None:
     """Makes a view of responses from the run's first, middle and last rollout file.
 
-    Returns None if no response in the three files has per-token values.
+    Returns None if the first, middle and last rollout file contain no response with per-token
+    values.
     """
     files = rollout_files(directory / "rollouts")
     read = [

@@ -2,13 +2,13 @@
 
 `Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
 is a small file in the run directory that lists what the service has received. Subclasses of
-`Service` write the `Delivered` file before they send a step. If the run is killed after the
-`Delivered` file is written and before the training step is sent, the service lacks this training
-step. The service never receives a step twice. The webhook writes its `Delivered` file after it has
-posted the alerts of a step. If the run is killed after the alerts are posted and before the
-`Delivered` file is written, the service may receive the same alerts twice. `Delivered` files are
-not part of checkpoints. When a run goes back to a checkpoint, the service still has all data that
-was sent after this checkpoint.
+`Service` write the `Delivered` file before they send a step. If the run is killed after it has
+written the `Delivered` file and before it sends the step, the service never receives this step. The
+service never receives a step twice. The webhook writes its `Delivered` file after it has posted the
+alerts of a step. If the run is killed after the alerts are posted and before the `Delivered` file
+is written, the service may receive the same alerts twice. `Delivered` files are not part of
+checkpoints. When a run goes back to a checkpoint, the service still has all data that was sent
+after this checkpoint.
 """
 
 from __future__ import annotations
@@ -97,9 +97,11 @@ class Delivered:
     `step`: the newest step that was sent.
     `evaluated`: one pair [step, task] for every evaluation that was sent.
     `redone`: ranges [first step, last step] of steps that the run repeated after a resume. The
-        metrics of these steps were sent to the service before the resume. The service keeps these
-        metrics, and does not receive the metrics of the repeated steps.
-    `alerts`: one [name, over, last step] for every alert that the webhook posted, oldest first.
+        service keeps the metrics that the run sent for these steps before the resume. The run does
+        not send the metrics of a repeated step.
+    `alerts`: one entry [name, over, last step] for each of the webhook's newest 1,000 posts, oldest
+        first. `over` is False if the post said that the alert began, and True if the post said that
+        the alert ended.
     """
 
     file: Path
@@ -112,7 +114,8 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file. If the file does not exist, returns a record without any delivery.
+        """Reads the file. If the file does not exist, returns a record that contains no deliveries
+        yet.
 
         Raises:
             DataError: the file is damaged.

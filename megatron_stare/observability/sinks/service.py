@@ -49,13 +49,13 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Removes from `delivered` all entries that the service did not receive. A resumed run
-        calls `look` before it continues."""
+        """Removes from `delivered` all entries that the service did not receive. If the run was
+        begun in the service before, `look` is called before `open`."""
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:
-        """Begins or continues the run in the service. An error ends the run, unless the run resumed
-        by itself."""
+        """Begins or continues the run in the service. An error in `open` ends the run, unless the
+        run resumed automatically after a loss or a rollback."""
 
     @abstractmethod
     def send(self, step: int, figures: Mapping[str, float]) -> None:

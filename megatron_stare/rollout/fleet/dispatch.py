@@ -99,7 +99,7 @@ class RequestsPage:
     The status page is written about once a second while requests are in flight. If writing the
     status page once a second takes more than 1 % of the event loop's time, the status page is
     written less often. When a request is sent or ends, the status page is written within `wait_s()`
-    seconds. If no process reads the status page, nothing is written.
+    seconds. If no process reads the status page, the status page is not written.
     """
 
     def __init__(self) -> None:
@@ -157,8 +157,8 @@ class Dispatch:
     waits while the replica with the earlier part of the response is full. After all new requests
     are assigned, a waiting continuation can go to any other replica that still has room. A replica
     is untrusted if the replica does not serve, or if the replica has lost a request and has not
-    answered any request since the loss. Continuations of an untrusted replica's responses go to the
-    replica with the most room, as new requests do.
+    answered any request since the loss. If an untrusted replica sampled the earlier part of a
+    response, the continuation goes to the replica with the most room, as a new request does.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even
@@ -384,10 +384,10 @@ class Dispatch:
 
         If the replica has no request in flight, this task waits for an assignment. If the replica
         has requests in flight, this task waits for the replica's results. A call to a server
-        returns after WAIT_S seconds even without results. This task can then send new requests in
-        its next call. While `held` returns True, this task waits. After each call to the replica,
-        this task yields to the event loop, so that trajectories that received answers can send
-        their next requests.
+        returns after WAIT_S seconds even without results. After a call without results, this task
+        can send new requests in its next call. While `held` returns True, this task waits. After
+        each call to the replica, this task yields to the event loop, so that trajectories that
+        received answers can send their next requests.
         """
         params = None
         while True:

@@ -141,8 +141,8 @@ class Fleet:
         return self.losses > before
 
     def lose(self, replica: int, why: str) -> None:
-        """Marks a replica as lost, together with its requests. Restarts the replica if a restart is
-        allowed now."""
+        """Records that a replica is lost, unless the replica already counts as lost or is starting.
+        Restarts the replica if a restart is allowed now."""
         with self._lock:
             if self.health.state(replica) in (Health.DEAD, Health.STARTING):
                 return  # already recorded

@@ -61,8 +61,8 @@ class RestartRule:
         None for servers that the run did not start.
     `back_off_s`: seconds to wait before the second restart. The wait doubles with each further
         restart within `window_s` seconds.
-    `losses`: number of consecutive lost requests after which a replica itself counts as lost. If a
-        run has only one serving replica, this replica never counts as lost for this reason.
+    `losses`: number of consecutive lost requests after which a replica itself counts as lost. A
+        run's only serving replica never counts as lost because of lost requests.
     `held`: True if the fleet restarts a lost replica only with permission (Fleet.allow_restarts). A
         server chooses the size of its cache from the memory that is free when the server starts. A
         server must therefore not start while the trainer occupies the device.
@@ -318,7 +318,8 @@ class FleetHealth:
         return [when for when in standing.begun if now - when < self._rule.window_s]
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
-        """Changes the replica's state. Raises HealthError if the change is not allowed.
+        """Changes the replica's state to `to`. Raises HealthError if this transition is not legal,
+        or if `only` is given and the replica is in another state.
 
         Args:
             only: state that the replica must have before the change. None allows every state from

@@ -1,5 +1,5 @@
-"""Represents a response from its prompt to its verdict. If a response is cut, its sampled part is
-kept.
+"""Stores the state of a response from its prompt to its verdict. If a response is cut, its sampled
+part is kept.
 
 An environment is a coroutine, which no checkpoint can store. A checkpoint therefore stores the
 policy's answers, not the environment. To continue a response, the environment runs again from the
@@ -28,10 +28,10 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Exception that ends the environment of a response when the response has reached the token
-    limit of the current round. A later round continues the response. Like CancelledError,
-    ResponseCut does not derive from Exception. An environment that catches Exception therefore does
-    not catch ResponseCut."""
+    """Exception that ends the environment of a response when the response has grown by the number
+    of tokens that one round allows (`partial.tokens`). A later round continues the response. Like
+    CancelledError, ResponseCut does not derive from Exception. An environment that catches
+    Exception therefore does not catch ResponseCut."""
 
 
 class ResponseGivenUp(BaseException):
@@ -94,7 +94,7 @@ class UnderWay:
 
     Attributes:
         `step`: step in which the response began. The sampling noise of all tokens of the response
-            depends on the number of this step, even if later steps continue the response.
+            depends on `step`, even if later steps continue the response.
         `answers`: the policy's answers, one for each call that the environment made to `generate`.
             The last answer may be incomplete because the response was cut.
         `calls`: tool calls of the environment, in order. Each entry of `calls` is a pair of the
@@ -139,8 +139,8 @@ class UnderWay:
             self.calls.append((text_checksum(asked), call))
 
     def copy(self) -> UnderWay:
-        """Returns a copy that stays unchanged when the original grows. The copy and the original
-        share the token tensors."""
+        """Returns a copy that does not change when this response grows. The copy shares the token
+        tensors with this response."""
         return replace(
             self, answers=[replace(answer) for answer in self.answers], calls=[*self.calls]
         )

@@ -74,7 +74,7 @@ def register_hooks() -> None:
 
 def _let_open_shared() -> None:
     """Allows the server's unpickler to open buckets of weights in this machine's shared memory.
-    Servers on GPUs open handles of GPU memory instead."""
+    Servers on GPUs do not need this permission, because they open handles of GPU memory."""
     from sglang.srt.utils.common import SafeUnpickler
 
     allowed = getattr(SafeUnpickler, "ALLOWED_GLOBALS", None)
@@ -92,10 +92,10 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors with SGLang's method `_all_gather_into_tensor`. SGLang would call the same
-    method if SGLang's CPU engine were enabled. The environment variable SGLANG_USE_CPU_ENGINE
-    enables the CPU engine. This project's CPU servers do not enable the CPU engine. Without this
-    replacement, SGLang would therefore call a CUDA operator."""
+    """Gathers tensors with SGLang's method `_all_gather_into_tensor`. SGLang itself calls
+    `_all_gather_into_tensor` if the environment variable SGLANG_USE_CPU_ENGINE enables SGLang's CPU
+    engine. This project's CPU servers do not enable the CPU engine, so SGLang's original function
+    would call a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
@@ -118,8 +118,8 @@ def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) 
 def copied_rows(
     to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool
 ) -> None:
-    """Replaces SGLang's Triton kernel that copies rows between two tensors. One tensor holds the
-    tokens of one group of ranks, and the other tensor holds the tokens of all groups.
+    """Replaces SGLang's Triton kernel that copies rows between two tensors: a tensor with the
+    tokens of one group of ranks, and a tensor with the tokens of all groups of ranks.
 
     Args:
         to, of: [n, ...], with equal numbers of columns.
@@ -148,8 +148,8 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
     """Computes the same hash as SGLang's kernel: MurmurHash3 (32 bits, seed 0) of the 16 bytes of
     seed, position and column.
 
-    SGLang derives the noise of seeded sampling from this hash. The function uses plain torch,
-    because SGLang's own implementations need Triton or a kernel package.
+    SGLang derives the noise of seeded sampling from the hash that this function returns. The
+    function uses plain torch, because SGLang's own implementations need Triton or a kernel package.
 
     Args:
         seed: [n] 64 bits per row.

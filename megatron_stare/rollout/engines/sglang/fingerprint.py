@@ -27,10 +27,10 @@ Checksums = Mapping[str, str]  # of one rank, by SGLang's parameter name
 
 @dataclass
 class Stack:
-    """Unfinished hash of one parameter on one rank. The method `take` adds one part of the
-    parameter to the hash. The experts of a layer may come from several senders, and each sender
-    hashes its own experts. On servers with GPUs the hash is a sum over positions, so the hashes of
-    several senders can be merged."""
+    """Hash of one parameter on one rank, while the hash is being computed. The method `take` adds
+    one part of the parameter to the hash. The experts of a layer may come from several senders, and
+    each sender hashes its own experts. For servers on GPUs, the hash is computed from sums over the
+    parameter's 32-bit words, so the sums of several senders can be merged."""
 
     count: int | None
     digest: Digest
@@ -68,9 +68,9 @@ class Stack:
         return not self.early and self.count in (None, self.hashed)
 
     def joined(self, other: Stack) -> Stack:
-        """Merges this Stack with another sender's Stack of the same parameter. The two Stacks cover
-        the matrices of different experts. Works only with TiledDigest, which is the hash for
-        servers on GPUs."""
+        """Merges this Stack with another sender's Stack of the same parameter. The two merged
+        Stacks must contain the matrices of different experts. Works only with TiledDigest, which is
+        the hash for servers on GPUs."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
         return Stack(
             self.count, self.digest.joined(other.digest), placed=self.placed | other.placed
@@ -78,7 +78,8 @@ class Stack:
 
 
 class Fingerprint:
-    """Hashes a weight update tensor by tensor, for servers that share one layout.
+    """Computes the checksums of a weight update, tensor by tensor. The checksums are valid for all
+    servers that have the same ServerLayout.
 
     Args:
         shape: shape of the model. The model's family defines how tensors are stacked and sharded.
@@ -118,9 +119,9 @@ class Fingerprint:
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """Returns this sender's contribution to the checksums. For servers on GPUs, the result
-        contains unfinished Stacks for the parameters of experts. The unfinished Stacks are later
-        merged with the Stacks of other senders."""
+        """Returns this sender's contribution to the checksums. For servers on GPUs, the entry of a
+        parameter of experts is a Stack, which is later merged with other senders' Stacks. Every
+        other entry is a finished hash."""
         return [
             {
                 n: s if s.placed else s.digest.hexdigest()
