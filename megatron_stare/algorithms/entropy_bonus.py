@@ -91,7 +91,7 @@ class EntropyBonus:
 
 
 def refuse_two_targets(entropy_target: float | None, bonus: EntropyBonus | None) -> None:
-    """Raises ValueError if a method and its entropy bonus both have an entropy target."""
+    """Raises ValueError if a training method and its entropy bonus both have an entropy target."""
     if entropy_target is not None and bonus is not None and bonus.target is not None:
         raise ValueError(
             "entropy_target and entropy_bonus.target steer the same entropy; set one of them to"

@@ -158,8 +158,8 @@ def _quietly(call: object) -> None:
 
 
 def fill(folder: Path, facts: Facts, shown: str, flights: Path | None) -> None:
-    """Writes screen.txt, facts.json, one file of stacks per process, and the dumps of NCCL's flight
-    recorder."""
+    """Writes screen.txt, facts.json, one file of call stacks per process, and the dumps of NCCL's
+    flight recorder."""
     (folder / "screen.txt").write_text(shown + "\n")
     (folder / "facts.json").write_text(json.dumps(facts.to_json(), indent=1))
     (folder / "stacks").mkdir()
@@ -171,7 +171,7 @@ def fill(folder: Path, facts: Facts, shown: str, flights: Path | None) -> None:
 
 
 def stacks_of(process: ProcessFacts) -> str:
-    """Formats the stacks of all threads of a process as text."""
+    """Formats the call stacks of all threads of a process as text."""
     lines = [
         f"{process.role}, process {process.pid} on {process.node}, state {process.state}:"
         f" {process.command}"

@@ -1,8 +1,8 @@
 """Defines the commands `megatron-stare train` and `megatron-stare sft`, and the arguments of both.
 Imports torch only when a command runs.
 
-The command `sft` is `train` with other defaults. The default method of the command `sft` learns
-from given conversations and samples no responses.
+The command `sft` is `train` with other defaults. The default training method of the command `sft`
+learns from given conversations and samples no responses.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def read_config(
     beneath: Sequence[Layer] = (),
 ) -> Config:
     """Reads the configuration of a run that is about to start. Prints a message before it reads the
-    method, because reading a method imports torch and therefore takes some time.
+    settings of the training method, because reading these settings imports torch and therefore
+    takes some time.
 
     Raises:
         UserError: as load_config.

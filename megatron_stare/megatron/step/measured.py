@@ -51,12 +51,12 @@ LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"
 
 @dataclass(frozen=True)
 class Measured:
-    """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's
-    state for the updates.
+    """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the state of the
+    training method for the updates.
 
-    `next_state`: the method's state with which the next step begins. At first, `next_state` equals
-        `state`. `Method.observe` can change `next_state`. If the run has no separate log-prob pass,
-        `complete` computes a new `next_state`.
+    `next_state`: the state of the training method with which the next step begins. At first,
+        `next_state` equals `state`. `Method.observe` can change `next_state`. If the run has no
+        separate log-prob pass, `complete` computes a new `next_state`.
     `forecast`: metrics of the entropy forecast.
     """
 
@@ -110,8 +110,8 @@ def complete(
     measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
 ) -> Measured:
     """Adds the log-probs and entropies of a training pass that replaced the log-prob pass. Also
-    computes the method's state for the next step from the log-probs and entropies of the training
-    pass. All ranks of the last pipeline stage must call `complete`."""
+    computes the state of the training method for the next step from the log-probs and entropies of
+    the training pass. All ranks of the last pipeline stage must call `complete`."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

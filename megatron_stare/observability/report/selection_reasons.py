@@ -1,5 +1,5 @@
-"""Explains in words which tokens a method selected in a step, and why. The explanation uses the
-method's settings and the logged metrics of the step.
+"""Explains in words which tokens a training method selected in a step, and why. The explanation
+uses the settings of the training method and the logged metrics of the step.
 
 Turns config.yaml and a row of metrics.jsonl into text for the page of sampled responses. The text
 shows the thresholds that the step logged. No threshold is recomputed.

@@ -1,14 +1,14 @@
 """Delivers reports of a run to a service without delaying training.
 
-`Background` makes calls in order on a separate thread, because a call may hang or fail. `Delivered`
-is a small file in the run directory that lists what the service has received. Subclasses of
-`Service` write the `Delivered` file before they send a step. If the run is killed after it has
-written the `Delivered` file and before it sends the step, the service never receives this step. The
-service never receives a step twice. The webhook writes its `Delivered` file after it has posted the
-alerts of a step. If the run is killed after the alerts are posted and before the `Delivered` file
-is written, the service may receive the same alerts twice. `Delivered` files are not part of
-checkpoints. When a run goes back to a checkpoint, the service still has all data that was sent
-after this checkpoint.
+`Background` runs the calls to the service in order, on a separate thread, because a call may hang
+or fail. `Delivered` is a small file in the run directory that lists what the service has received.
+Subclasses of `Service` write the `Delivered` file before they send a step. If the run is killed
+after it has written the `Delivered` file and before it sends the step, the service never receives
+this step. The service never receives a step twice. The webhook writes its `Delivered` file after it
+has posted the alerts of a step. If the run is killed after the alerts are posted and before the
+`Delivered` file is written, the service may receive the same alerts twice. `Delivered` files are
+not part of checkpoints. When a run goes back to a checkpoint, the service still has all data that
+was sent after this checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_stare.errors import DataError
 
 
 class Background:
-    """A thread with a bounded queue of calls.
+    """A thread with a bounded queue of function calls.
 
     If a queued call fails, the next use of `call` raises the error, so that the caller can report
     the error. The thread is a daemon thread, so a hanging call does not keep the process alive.

@@ -129,15 +129,15 @@ class FleetHealth:
 
     A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
-    A replica that lost a request receives no requests during a back-off. After its back-off, a
+    A replica that lost a request receives no requests during a back-off. After the back-off, this
     replica is chosen before other replicas, but receives only one request at a time until it
-    answers. A replica that lost a request is also avoided. If the lost request was in flight for n
-    seconds, the avoidance lasts for n seconds or for the length of the back-off, whichever is
-    longer. The avoidance ends earlier if the replica answers a request. An avoided replica receives
-    a request only if all serving replicas are avoided. Each request to a hanging replica is delayed
-    by the full request timeout. Avoidance therefore limits the number of requests that a hanging
-    replica receives. At the start of the next rollout, all back-offs end and no replica is avoided
-    any more.
+    answers a request. A replica that lost a request is also avoided. If the lost request was in
+    flight for n seconds, the avoidance lasts for n seconds or for the length of the back-off,
+    whichever is longer. The avoidance ends earlier if the replica answers a request. An avoided
+    replica receives a request only if all serving replicas are avoided. Each request to a hanging
+    replica is delayed by the full request timeout. Avoidance therefore limits the number of
+    requests that a hanging replica receives. At the start of the next rollout, all back-offs end
+    and no replica is avoided any more.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
@@ -270,7 +270,7 @@ class FleetHealth:
         self._move(replica, Health.DIRTY, "", Health.RELEASED)
 
     def lost(self, replica: int, why: str, now: float) -> None:
-        """Records that the replica has ended, no longer answers, or did not come up."""
+        """Records that the replica has ended, no longer answers, or failed to start."""
         standing = self._standings[replica]
         self._move(replica, Health.DEAD, why)
         standing.lost, standing.lost_last = why, 0.0
