@@ -34,7 +34,7 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """Returns how many tokens to select, 0-dim: N times `share`, rounded down, but at least 1.
-    Unlike this function, the methods STARE and 20-Entropy round the number of selected tokens
-    up."""
+    """Returns the number of tokens to select, as a 0-dim tensor. The number is `share` times the
+    number of tokens in the loss mask, rounded down, but at least 1. Unlike this function, the
+    methods STARE and 20-Entropy round the number of selected tokens up."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

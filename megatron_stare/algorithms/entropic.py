@@ -7,9 +7,9 @@ probability.
 
 By default, the controller computes the output alpha in every step before the trainer computes the
 loss. If `statistics.gate` is `lagged`, the controller computes alpha after the loss, and the loss
-of the next step uses this value of alpha. As in the authors' code, the sum of the errors e has no
-bound. After a long time above the target, the entropy therefore stays below the target for about as
-long, and vice versa.
+of the next step uses this value of alpha. As in the authors' code, the controller does not bound
+the sum of the errors e = H - target. After a long time above the target, the entropy therefore
+stays below the target for about as long, and vice versa.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ METRICS = (
 class Entropic(Steered):
     """Settings of EntroPIC.
 
-    `entropy_target`: the mean entropy that the controller aims for, nats.
-    `proportional`, `integral`: K_p and K_i, per nat.
+    `entropy_target`: the mean entropy that the controller aims for, in nats.
+    `proportional`, `integral`: the controller's gains K_p and K_i, in units of 1/nat.
     `probable_above`: the probability above which a token is reweighted.
     """
 

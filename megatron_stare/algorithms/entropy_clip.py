@@ -6,10 +6,10 @@ tokens would change the entropy far more than most tokens do.
     Clip_V: A < 0 and -Phi > mu std Phi lose their loss, at most max(1, int(max_share N)) tokens
 
 Means and standard deviations are taken over the N tokens of the whole batch, with N as divisor. As
-in the authors' code, the removed tokens also leave the denominator of the loss. Clip_V does not
-centre Phi before the comparison with the threshold. This rule also follows the authors' code. Phi
-always comes from the log-prob pass, for every value of `statistics.surprisal`. If the standard
-deviation is below 1e-12, no token is removed.
+in the authors' code, the removed tokens also leave the denominator of the loss. Clip_V compares
+-Phi with the threshold without subtracting the mean of Phi, as in the authors' code. Phi always
+comes from the log-prob pass, for every value of `statistics.surprisal`. If the standard deviation
+is below 1e-12, no token is removed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _FLAT = 1e-12
 
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:
-    """Requests the mean of x over the tokens in `mask`. If the mean is known already, also requests
-    the variance of x."""
+    """Requests the mean of x over the tokens in `mask`. If `known` contains the mean, also requests
+    the variance of x over these tokens."""
     asked: dict[str, Request] = {"clip/mean": Mean(x, mask)}
     if "clip/mean" in known:
         asked["clip/variance"] = Mean((x - scalar(known, "clip/mean")) ** 2, mask)
@@ -120,8 +120,8 @@ class _LargestClipped:
 class ClipB(Grpo):
     """Settings of Clip_B.
 
-    `mu`: a token of negative advantage is removed if its S lies more than `mu` standard deviations
-        below the mean of S.
+    `mu`: a token of negative advantage is removed if its value S = p (ln p + H) lies more than `mu`
+        standard deviations below the mean of S.
     """
 
     aggregation: Aggregation = "token_mean"
@@ -144,10 +144,11 @@ class ClipB(Grpo):
 class ClipV(Grpo):
     """Settings of Clip_V.
 
-    `mu`: a token of negative advantage is a candidate for removal if its -Phi exceeds `mu` times
-        the standard deviation of Phi.
-    `max_share`: Clip_V removes at most this share of all tokens. The candidates with the largest
-        -Phi are removed first. If there are candidates, at least one is removed.
+    `mu`: a token of negative advantage is a candidate for removal if its negated entropy
+        sensitivity -Phi exceeds `mu` times the standard deviation of Phi.
+    `max_share`: Clip_V removes at most this share of all tokens. Clip_V removes the candidates with
+        the largest negated entropy sensitivity -Phi first. If there are candidates, Clip_V removes
+        at least one.
     """
 
     aggregation: Aggregation = "token_mean"

@@ -23,8 +23,8 @@ class Grpo(Clipped):
     `aggregation`: 'sequence_mean' averages over each response's tokens and then over responses, as
         in the paper. 'token_mean' averages over all tokens, as in DAPO and in most later code.
     `advantage_spread`: the divisor of the difference between a reward and the group's mean reward
-        (see advantage.py). The paper does not say whether the standard deviation uses n or n - 1;
-        published code uses n - 1.
+        (see advantage.py). The paper does not say whether the variance is divided by n or by n - 1.
+        Published code divides by n - 1.
     """
 
     aggregation: Aggregation = "sequence_mean"

@@ -3,11 +3,12 @@
     s_i = exp((1 / n_i) sum_t (ln p - ln p_old))
     J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
 
-The setting `form: token` selects GSPO-token, with the ratio s_{i,t} = sg[s_i] p / sg[p].
-GSPO-token's loss has the same value as GSPO's loss. If all tokens of a response have the same
-advantage, GSPO-token's gradient also equals GSPO's gradient. The upper bound of ln s_{i,t} is 10,
-as in verl. The clip bounds of s_i are far smaller than the usual bounds of a token ratio, because
-bounds at a distance of 0.2 from 1 would never clip s_i.
+The setting `form: token` selects GSPO-token. For a token with the probability p, the ratio of
+GSPO-token is s_{i,t} = sg[s_i] p / sg[p], where sg stops the gradient. GSPO-token's loss has the
+same value as GSPO's loss. If all tokens of a response have the same advantage, GSPO-token's
+gradient also equals GSPO's gradient. The upper bound of ln s_{i,t} is 10, as in verl. The clip
+bounds of s_i are far smaller than the usual bounds of a token ratio, because bounds at a distance
+of 0.2 from 1 would never clip s_i.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ forms L-. A variant of STARE reweights L+, L- or both.
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The paper and this file take the quantile over the whole batch. The released code takes the quantile
-per micro-batch and rank. With `adaptive`, every step changes W and M, even while the gate is
-closed. As in the paper and in the released code, W and M change before the loss of the same step,
-unless the gate is lagged. The module token_sets.py defines all operators of the paper's ablation.
-Some of the paper's operators act on tokens of U+ and U-. The tokens of U+ and U- are not rare. In
-the ablation, a gate per sample uses the mean entropy of the response, and a gate per token uses the
-entropy at the token.
+per micro-batch and rank. With `adaptive`, every step changes the factors W and M, even while the
+gate is closed. As in the paper and in the released code, W and M change before the loss of the same
+step, unless the gate is lagged. The module token_sets.py defines all operators of the paper's
+ablation. Some of the paper's operators act on tokens of U+ and U-. The tokens of U+ and U- are not
+rare. In the ablation, a gate per sample uses the mean entropy of the response, and a gate per token
+uses the entropy at the token.
 """
 
 from __future__ import annotations
@@ -120,17 +120,22 @@ METRICS = (
 class Stare(Grpo):
     """Settings of STARE, with the paper's defaults.
 
-    `variant`: the name of a variant in the paper. 'O1' amplifies L+ by W, 'O4' attenuates L- by M,
-        and 'C2' does both. In the ablation, 'O2' attenuates U+ and 'O3' amplifies U-. 'C1' combines
-        O1 and O3, 'C3' combines O2 and O3, and 'C4' combines O2 and O4.
-    `share`: P. L+ selects the share P of the tokens with positive advantage, and L- selects the
-        share P of the tokens with negative advantage.
-    `rare_below`: a fixed probability bound, which replaces P. A token with a probability below the
-        bound is rare. If `rare_below` is null, `share` decides which tokens are rare.
+    `variant`: the name of a variant in the paper. While the gate is open, 'O1' multiplies the
+        advantages of L+ by W, 'O4' multiplies the advantages of L- by M, and 'C2' does both. The
+        other variants come from the paper's ablation. 'O2' multiplies the advantages of U+ by M,
+        and 'O3' multiplies the advantages of U- by W. 'C1' combines O1 and O3, 'C3' combines O2 and
+        O3, and 'C4' combines O2 and O4.
+    `share`: the share P. Among the tokens with positive advantage, L+ takes the share P with the
+        highest surprisal. Among the tokens with negative advantage, L- takes the share P with the
+        highest surprisal.
+    `rare_below`: a fixed probability bound for rare tokens, used instead of the share P. A token
+        with a probability below the bound is rare. If `rare_below` is null, the rare tokens are,
+        for each sign of the advantage, the share P with the highest surprisal.
     `common`: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom'
         takes the share P with the lowest surprisal.
-    `amplify`: the factor W, which multiplies amplified advantages. W must be at least 1.
-    `attenuate`: the factor M on attenuated advantages, in (0, 1].
+    `amplify`: the factor W, which multiplies amplified advantages. The factor W must be at least 1.
+    `attenuate`: the factor M, which multiplies attenuated advantages. The factor M must lie in (0,
+        1].
     `entropy_target`: the target entropy in nats. The gate is open while the entropy is below the
         target. If `entropy_target` is null, the gate is always open.
     `gate`: the entropy that the gate compares with the target. 'batch' is the mean entropy of the
@@ -139,8 +144,8 @@ class Stare(Grpo):
     `gate_entropy`: the tokens that the gate's mean entropy covers. 'response' covers all response
         tokens. 'kept' covers the tokens that the filters left in the loss.
     `adaptive`: if true, every step changes W and M by `adapt_rate`, to bring the mean entropy of
-        the batch closer to the target. W stays within [1, amplify_max] and M within [attenuate_min,
-        1].
+        the batch closer to the target. The factor W stays within [1, amplify_max], and the factor M
+        stays within [attenuate_min, 1].
     """
 
     clip_high: float = 0.28
@@ -216,10 +221,10 @@ class Stare(Grpo):
         return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Updates the batch's gate, the weight W and the weight M. W and M change only if
-        `adaptive` is true. If `statistics.gate` is `lagged`, the loss of the next step is the first
-        loss that uses the updated values. Otherwise, the loss of the same step uses the updated
-        values."""
+        """Updates the batch's gate, the factor W and the factor M. The factors W and M change only
+        if `adaptive` is true. If `statistics.gate` is `lagged`, the loss of the next step is the
+        first loss that uses the new gate and the new factors. If `statistics.gate` is `exact`, the
+        loss of the same step already uses the new gate and the new factors."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state
@@ -259,8 +264,8 @@ class Stare(Grpo):
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns for each token the code of its set, even while the gate is closed and all weights
-        are 1."""
+        """Returns, for each token, the integer code of the token set that contains the token. The
+        codes do not depend on the gate."""
         found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
         for each in self.selects:
             found = torch.where(self.selection.members(each, kept, statistics), each.code, found)

@@ -1,8 +1,9 @@
 """Reads the status of a run from the run's files. The status contains the run's progress, rates and
 alerts, and the command that resumes the run.
 
-`megatron-stare status` uses this module, also for runs on other machines. The run can be in
-progress, killed, resumed or finished. The module changes no files and does not import torch.
+`megatron-stare status` uses this module for runs on this machine and for runs on other machines.
+The run can be in progress, killed, resumed or finished. The module changes no files and does not
+import torch.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Status:
         time of evaluations and checkpoints. The rates count only tokens and samples that were
         trained on.
     `left_s`: seconds until the last step, estimated from the times of recent steps.
-    `planned`: predicted and measured values of the run; see docs/planning.md.
+    `planned`: the predicted value and the measured value of each metric that the plan predicts; see
+        docs/planning.md.
     `checkpoint`, `checkpoint_age_s`: step and age of the newest complete checkpoint.
     `starts`: number of starts and resumes.
     `resumed_after`, `started`: the step from which the latest start continued, and the date of the

@@ -2,10 +2,10 @@
 values for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
-group hangs or fails. If one of these two variables is not set, an SGLang server sets the variable
-to 0 before the server's first collective. For each of these two variables, the dict AGREED lists
-one or two SGLang flags. If a server is started with one of the flags of a variable, the server
-always sets the variable to 1 in the server's own environment.
+group hangs or fails. If NCCL_CUMEM_ENABLE or NCCL_NVLS_ENABLE is not set, an SGLang server sets the
+variable to 0 before the server's first collective. For each of the two NCCL variables, the dict
+AGREED lists the SGLang flags that set the variable to 1. A server that is started with one of these
+flags always sets the flag's variable to 1 in the server's own environment.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def shared_environment(config: Config) -> dict[str, str]:
 
 
 def _of_servers(config: Config, name: str) -> str:
-    """Returns the value that a variable of AGREED has in the run's servers."""
+    """Returns the value that the environment variable `name`, a key of AGREED, has in the run's
+    servers."""
     given = config.sglang.environment.get(name) or config.runtime.env.get(name)
     return given or ("1" if _forced(config, name) else "0")
 
@@ -123,8 +124,9 @@ def _check_allocators(config: Config) -> None:
 
 
 def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
-    """Raises ConfigError if runtime.ports is too small. The trainer ranks together, and each node
-    of each replica, get equal shares of the range. A share has at least `ports_needed` ports."""
+    """Raises ConfigError if runtime.ports is too small. All trainer ranks together get one share of
+    the port range, and each node of each replica gets one share of about the same size. Every share
+    must have at least `ports_needed` ports."""
     if not config.runtime.ports:
         return
     first, last = config.runtime.ports
@@ -140,13 +142,14 @@ def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
 
 def ports_needed(config: Config) -> int:
     """Returns the number of ports that a replica process needs: one for HTTP, and one for the
-    ranks' rendezvous. If groups of ranks have requests of their own, a process needs 2 ports for
-    HTTP and 14 for the ranks, because SGLang derives ports from the rendezvous port."""
+    ranks' rendezvous. If `sglang.attention_data_parallel` is above 1, a replica process needs 2
+    ports for HTTP and 14 ports for the ranks, because SGLang derives further ports from the
+    rendezvous port."""
     return 16 if config.sglang.attention_data_parallel > 1 else 2
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """Returns the ports that the owner with index `number` may use, or None if no port range is
-    set. Owner 0 is the group of all trainer ranks. For n > 0, owner n is the replica process with
-    index n - 1. A replica has one process per node."""
+    """Returns the ports that the port owner with index `number` may use, or None if no port range
+    is set. The port owner with index 0 is the group of all trainer ranks. The port owner with index
+    n > 0 is the replica process with index n - 1. A replica has one process per node."""
     return config.runtime.port_share(number, processes + 1)

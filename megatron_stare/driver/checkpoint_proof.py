@@ -9,12 +9,12 @@ of the squares. After loading the checkpoint, the ranks compute the log-probs an
 and the driver compares them with the stored numbers.
 
 The log-probs must be bit-identical if layout, number of threads, kind of device, libraries and this
-package's code are unchanged. A change of layout, threads, device, libraries or code may change the
-order in which numbers are summed, and torch.compile may change this order too. If the model's dtype
-is float32, a different summation order may change a log-prob by at most LARGEST. If the model's
-dtype has 16 bits, the mean change of the log-probs must stay within the bound on the mean
-difference between engine and trainer (rollout/agreement/limits.py). Measurements are in
-docs/diagnostics.md.
+package's code are unchanged, and if the run neither compiles functions nor adds numbers in an order
+that varies. A change of layout, threads, device, libraries or code may change the order in which
+numbers are summed, and torch.compile may change this order too. If the model's dtype is float32, a
+different summation order may change a log-prob by at most LARGEST. If the model's dtype has 16
+bits, the mean change of the log-probs must stay within the bound on the mean difference between
+engine and trainer (rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
 
 Shape legend: N is the number of response positions of the canary.
 """
@@ -49,9 +49,10 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    `layout`: text that describes the ranks' layout, threads and devices. A resumed run computes
-        this text again. If the new text equals `layout`, and `layout` mentions no compiled
-        functions, the new log-probs must be bit-identical to the stored log-probs.
+    `layout`: text that describes the ranks' layout, threads and devices. A resumed run makes such a
+        text for its own ranks. If the resumed run's text equals `layout`, and if `layout` mentions
+        neither compiled functions nor sums in a varying order, the resumed run's log-probs must be
+        bit-identical to the stored log-probs.
     `sequences`: token ids of the canary.
     `proof`: log-probs, counts and sums that the ranks computed.
     """
@@ -133,8 +134,8 @@ def layout_of(ranks: TrainerGroup, config: Config) -> str:
 
 def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype: str) -> list[str]:
     """Returns a list that describes every difference between `now` and `saved`. The list is empty
-    if there is no difference. Log-probs that were not saved are not compared, because earlier
-    releases saved none of a fixed reference."""
+    if `now` agrees with `saved`. Compares only log-probs that the checkpoint contains, because
+    earlier releases did not save the log-probs of a fixed reference policy."""
     wrong = []
     for name, before in sorted(saved.log_probs.items()):
         said = _log_probs(before, now.log_probs.get(name), None if same_layout else dtype)

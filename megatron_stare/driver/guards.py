@@ -133,7 +133,7 @@ class Guards:
 
     def norm_limit(self, agreement: Mapping[str, float]) -> float:
         """Returns the gradient norm above which the optimizer must skip an update. Returns inf if
-        there is no limit.
+        no limit applies to the gradient norm.
 
         Args:
             agreement: metrics from the comparison of engine and trainer in the log-prob pass. If
@@ -178,7 +178,7 @@ class Guards:
     @property
     def ends(self) -> bool:
         """True if a guard that fired at the last step ends the run or rolls the run back. If `ends`
-        is True, the state after the last step must not be saved."""
+        is True, the run must not save a checkpoint of the state after the last step."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
@@ -252,8 +252,8 @@ class GuardedResponse:
 
 @dataclass(frozen=True)
 class GuardedBatch:
-    """The batch of a bad step. A step is bad if a guard ended or rolled back the run after this
-    step, or if an update of the step was non-finite.
+    """Contents of the batch of a bad step. A step is bad if a guard ended or rolled back the run
+    after this step, or if an update of the step was non-finite.
 
     `ranks`: one record for every rank that found non-finite values. Each record names the
         non-finite values of its rank.

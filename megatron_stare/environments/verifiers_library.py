@@ -233,9 +233,9 @@ def _text_of(settings: Mapping[str, Any] | None) -> str:
 
 def _made(taskset: str, settings: Mapping[str, Any]) -> Any:
     """Builds an environment of the library `verifiers`. An agent without a configured runtime runs
-    on this machine. An agent without a harness of its own uses the taskset's harness. If the
-    taskset has no harness either, the agent uses ChatHarness, which only converses and calls
-    tools."""
+    on this machine. An agent without a harness of its own uses the taskset's harness. If neither
+    the agent nor the taskset has a harness, the agent uses ChatHarness, which only converses and
+    calls tools."""
     try:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils import loaders
@@ -292,8 +292,9 @@ class Episode:
     """Collects the response while the library plays an episode. An Episode must be used only in the
     event loop of the rollouts.
 
-    `failed`: error that ended the response, such as an error of an engine. The error is not passed
-        on to the library, because the library would treat it as an error of its own.
+    `failed`: error that ended the response, such as an error of an engine. The library does not
+        receive this error, because the library would treat an engine's error as an error of the
+        library itself.
     """
 
     def __init__(
@@ -367,8 +368,8 @@ class Episode:
         await asyncio.gather(*self._asking, return_exceptions=True)
 
     def judged(self, played: Any, agent: str) -> Trajectory:
-        """Returns the response. If `reward_status` of the response is `ok`, the response's reward
-        is the reward that the library gave to the agent's trace.
+        """Returns the response. A response with the `reward_status` `ok` has the reward that the
+        library gave to the agent's trace.
 
         Args:
             played: a `verifiers.v1.Episode`.
@@ -519,8 +520,7 @@ async def _served(
     stop: asyncio.Event,
 ) -> None:
     """Runs the servers until `stop` is set. When all servers have started, creates the
-    `ModelContext` for all episodes. Sets the result of the future `ready` to this
-    `ModelContext`."""
+    `ModelContext` for all episodes. The future `ready` gets the `ModelContext` as its result."""
     from aiohttp import web
     from verifiers.v1 import ModelContext, TrainClientConfig
 

@@ -387,8 +387,9 @@ class Trainer:
         )
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
-        """Returns two tensors for this rank's N response tokens in the last batch: their indices
-        and their log-probs. An index is a response token's position in the batch's canonical order.
+        """Returns two tensors [N] for the N response tokens of the last batch that this rank
+        processed: the index of every token, and the log-prob of every token. An index is a response
+        token's position in the batch's canonical order.
 
         Only one rank of each tensor-parallel group of the last stage returns indices and log-probs.
         All other ranks return None.
@@ -400,9 +401,9 @@ class Trainer:
 
     def token_numbers(self) -> list[TokenNumbers]:
         """Returns the per-token values (TokenNumbers) of the watched samples in the last rollout
-        batch. The values were recorded in the first epoch of updates on this batch. Only one rank
-        of each tensor-parallel group of the last stage returns TokenNumbers. All other ranks return
-        an empty list."""
+        batch. The per-token values come from the first epoch of updates on this batch. Only one
+        rank of each tensor-parallel group of the last stage returns TokenNumbers. All other ranks
+        return an empty list."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -545,8 +546,9 @@ class Trainer:
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
         """Returns the log-probs of a canary batch, the sums of this rank's tensors, and the step
-        counts. To verify a loaded checkpoint, the driver compares these numbers with the same
-        numbers of the saved state. All ranks must call `prove`."""
+        counts of Adam and of the schedule. To verify a loaded checkpoint, the driver compares the
+        results of `prove` for the loaded state with the results for the saved state. All ranks must
+        call `prove`."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)

@@ -1,6 +1,6 @@
-"""Computes a method's statistics separately for each micro-batch of each rank. Published code
-computes selection thresholds in this way. This module exists only for comparisons with published
-code.
+"""Computes a method's statistics separately for each micro-batch of each rank. Published code also
+computes its selection thresholds separately for each micro-batch. This module exists only for
+comparisons with published code.
 
 Thresholds, quantiles, counts, means, maxima and sums over tokens are computed from one micro-batch
 alone. Two kinds of statistics still cover the whole batch: the number of tokens by which the loss
@@ -79,9 +79,9 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """Returns a copy of `whole`, the statistics of the whole batch, for the log. The copy does not
-    contain the selection thresholds and quantiles of the whole batch. Instead, the copy contains
-    summaries of the thresholds and quantiles of the micro-batches.
+    """Returns a copy of `whole`, the statistics of the whole batch, for the log. In the copy,
+    summaries over the micro-batches replace the selection thresholds and the quantiles of the whole
+    batch.
 
     The numbers of selected tokens are summed over the micro-batches. Thresholds and quantiles are
     averaged over the micro-batches that have a value. In an averaged Threshold, the field `key` is
@@ -122,8 +122,8 @@ def _is_own(name: str, request: Request) -> bool:
 
 
 def _joined(requests: Sequence[Request]) -> Request:
-    """Joins `requests` of the same kind into one request that covers the positions of all of
-    them."""
+    """Joins several requests of the same kind into one request, which covers the positions of all
+    joined requests."""
     rows = [f.name for f in fields(requests[0]) if f.name in ("x", "segment", "mask")]
     whole: dict[str, Any] = {name: torch.cat([getattr(r, name) for r in requests]) for name in rows}
     return replace(requests[0], **whole)

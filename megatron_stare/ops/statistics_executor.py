@@ -1,7 +1,7 @@
 """Answers a method's requests for statistics of the whole batch, on one rank or over all ranks that
 share the batch.
 
-Methods (algorithms/) request statistics, each under a name of the method's choice. This executor
+A method (algorithms/) requests statistics, and chooses a name for each statistic. This executor
 gives the same answers in every parallel layout. A method therefore needs no distributed code of its
 own.
 
@@ -11,8 +11,8 @@ all-reduced over the ranks. Keys are neither gathered from other ranks nor compa
 lists, and the host never waits for the device. Because all keys differ, there are no ties, and the
 same tokens are selected in every layout.
 
-Shape legend: S selections whose keys `kth_largest` finds in one call, N positions that this rank
-holds.
+Shape legend: S is the number of selections whose keys one call of `kth_largest` finds. N is the
+number of positions that this rank holds.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Stati
 def _sums(
     requests: Mapping[str, Request], group: ProcessGroup | None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns (masked sum, masked count) by name, as float64 scalars. In float64, counts are exact,
-    and sums hardly depend on the layout."""
+    """Returns a dict that maps the name of each request to two float64 scalars: the sum of x where
+    the mask is True, and the number of positions where the mask is True. Float64 represents every
+    count exactly, and the sums are almost the same in every parallel layout."""
     rows = []
     for request in requests.values():
         mask = request.mask
@@ -208,8 +209,8 @@ def _select(
 
 
 def _place(request: Quantile, n: Tensor) -> Tensor:
-    """Returns the position of the quantile among the n sorted values, as a 0-dim float64 tensor.
-    The position is 0 if n is 0."""
+    """Returns the position of the quantile among the n sorted values, as a 0-dim float64 tensor. If
+    there are no values (n = 0), the position is 0."""
     return (n - 1).clamp_min(0).to(torch.float64) * request.q
 
 

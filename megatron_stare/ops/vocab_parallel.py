@@ -9,8 +9,8 @@ formulas, z is a row's logits, m is the maximum of z over all ranks, and d is (z
     log p_y = d_y - ln s              H = ln s - t / s
     d log p_y / dd = 1[y] - p         dH / dd = -p (ln p + H)
 
-The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, q and u. The same pass and
-the same collective also provide q and u:
+The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, q and u. The pass and the
+collective that provide s and t also provide q and u:
 
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
@@ -113,9 +113,10 @@ class Rows:
 
     `local`: int64 index of the target token's column among this rank's columns, or -1 if another
         rank has this column.
-    `m`: row maximum over all ranks, as in the formulas. m is stored in the dtype of the row sums,
-        which represents m exactly.
-    `s`, `entropy`: the values s and H of the formulas, over all ranks, in float64.
+    `m`: the maximum of a row's logits over the columns of all ranks. The field m has the dtype of
+        the row sums, which represents m exactly.
+    `s`, `entropy`: the softmax denominator sum_v exp(d_v) of the row and the entropy of the row,
+        over the columns of all ranks, in float64.
     """
 
     local: Tensor
@@ -165,9 +166,10 @@ def write_gradient(
     """Writes the gradient with respect to the logits [N, V] into `out`. `out` may be the tensor of
     the logits.
 
-    With d = (z - m) / temperature and e = exp(d), the gradient is e (a + b d), plus grad_log_prob /
-    temperature at the target. The factors a and b have one value per row. Both factors are computed
-    in float64 and rounded once.
+    Let d be (z - m) / temperature. The gradient with respect to a logit z is exp(d) (a + b d), with
+    the same factors a and b for all columns of a row. For the target's logit, the gradient has the
+    further term grad_log_prob / temperature. The function computes a and b in float64, and then
+    rounds a and b to the dtype of `rows.m`.
 
     Args:
         grad_log_prob: [N].
@@ -236,13 +238,15 @@ def _runs_triton(logits: Tensor) -> bool:
 
 
 def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
-    """Combines the results of all ranks. The results of a rank, `sums` [4 or 6, N], are m, s, t and
-    z_target of every row, and possibly q and u. One all-gather exchanges 16 or 24 bytes per token
-    and rank. The returned m is 0 for a row whose maximum is not finite.
+    """Combines the row sums of all ranks into row sums over the whole vocabulary. The tensor `sums`
+    [4 or 6, N] contains this rank's m, s, t and z_target for every row and, with `second_moment`,
+    also q and u. One all-gather exchanges 16 or 24 bytes per token and rank. If the largest logit
+    of a row is not finite, the function returns m = 0 for this row.
 
-    The combination and all later computations use float64. With float32 instead, the rounding error
-    of the sums would be twice as large. The cost of float64 is small, because each of these tensors
-    has only one element per row and rank.
+    This function combines the row sums in float64. `measure` then computes log-probs and entropies
+    from the combined sums, also in float64. In float32, the rounding error of the sums would be
+    twice as large. Float64 costs little here, because a tensor of row sums has only one element per
+    row and rank.
     """
     group = problem.group
     if group is None or group.size() == 1:
@@ -263,11 +267,14 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Returns, for each of the N rows of logits, the sum of the products d * w over the columns of
-    all ranks. Here z is a row's logits, m is the maximum of z over the columns of all ranks, and d
-    is (z - m) / temperature. The weight w is exp(d) for the sum t, and exp(d)^2 for the sum u. The
-    arguments are [R, N], with one row per rank. The argument s_r is the sum of w over a rank's
-    columns, and t_r is the sum of d * w over the same columns. For s_r and t_r, d is computed from
-    the rank's own maximum m_r instead of m. `shift` is (m_r - m) / temperature. `scale` is
-    exp(shift) if w is exp(d), and exp(shift)^2 if w is exp(d)^2."""
+    """Returns, for each of the N rows of logits, the sum of the products d w over the columns of
+    all ranks, where w is the weight of a column. Here z is a row's logits, m is the maximum of z
+    over the columns of all ranks, and d is (z - m) / temperature. To compute the sum t, the weight
+    w is exp(d). To compute the sum u, the weight w is exp(d)^2. Every argument is a tensor [R, N]
+    with one value for each rank and each row of logits. The argument s_r contains each rank's sum
+    of w over the rank's own columns, and t_r contains each rank's sum of the products d w over the
+    same columns. The sums s_r and t_r of a rank use the rank's own maximum m_r instead of m. The
+    argument `shift` is (m_r - m) / temperature, which changes a rank's own d into d by addition.
+    The argument `scale` changes a rank's own weight into w by multiplication. For the sum t,
+    `scale` is exp(shift). For the sum u, `scale` is exp(shift)^2."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

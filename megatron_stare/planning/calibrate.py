@@ -37,9 +37,9 @@ class Seen:
         is seconds, or bytes for the weight sync.
     `other`: value that the time model multiplies by the coefficient `times`. The unit of `other` is
         seconds.
-    `seconds`: measured seconds of the phase, minus the predicted seconds of communication and
-        offloading (`Work.fixed`), because these seconds are not fitted. Nothing is subtracted for
-        the rollout phase. The result is above 0.
+    `seconds`: measured seconds of the phase, minus `Work.fixed`. `Work.fixed` is the predicted time
+        of communication and offloading, which is not fitted. For the rollout phase, `seconds` is
+        the measured time without a subtraction. The value of `seconds` is above 0.
     """
 
     ideal: float
@@ -51,15 +51,16 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
     """Fits the two coefficients `inverse` and `times` of the time model to the measured seconds of
     the runs. The time model adds two products: the coefficient `inverse` multiplied by a run's
     `ideal`, and the coefficient `times` multiplied by the run's `other`. Returns the pair
-    (`inverse`, `times`) with the smallest sum of squared relative errors.
+    (`inverse`, `times`) that minimises the sum of the squared relative errors of the predicted
+    seconds.
 
-    Both coefficients are at least 0. Each run has a ratio `other` / `ideal`. The two coefficients
-    can be told apart only if the largest ratio of all runs is at least `APART` times the smallest
-    ratio. Otherwise, for example with a single run, the coefficient `times` is 0. If the
-    coefficient `times` is above 0, the coefficient `inverse` is at least as large as the argument
-    `least`. If the coefficient `times` is 0, the coefficient `inverse` can be below the argument
-    `least`. If the coefficient `inverse` is below the argument `least`, the runs were faster than
-    the GPU's peak rate.
+    Both coefficients are at least 0. The fit can separate the two coefficients only if the ratio
+    `other` / `ideal` differs enough between the runs: the largest ratio must be at least `APART`
+    times the smallest ratio. If the ratio differs less, or if there is only one run, the
+    coefficient `times` is 0. If the coefficient `times` is above 0, the coefficient `inverse` is at
+    least as large as the argument `least`. If the coefficient `times` is 0, the coefficient
+    `inverse` can be below the argument `least`. If the coefficient `inverse` is below the argument
+    `least`, the runs were faster than the GPU's peak rate.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -130,8 +131,8 @@ def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
     """Returns a dict that maps the name of each phase to an object of the class `Seen`. Phases
-    without a measured time or without predicted work are left out. The rollout phase is also left
-    out if `rollout.staleness` is set. Raises ConfigError if a phase took less time than its
+    without a measured time or without predicted work are left out. If `rollout.staleness` is above
+    0, the rollout phase is left out, too. Raises ConfigError if a phase took less time than its
     communication alone would need."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
@@ -171,8 +172,8 @@ def _parts(
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Returns the medians of a run's time and length metrics. The first steps are left out. Raises
-    DataError if too few steps remain after the first steps are left out."""
+    """Returns the medians of a run's time and length metrics. Leaves out the first WARM_UP steps.
+    Raises DataError if fewer than LEAST steps remain."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

@@ -71,8 +71,8 @@ def require_own_address(host: str, where: str) -> None:
 
 def free_port(host: str, ports: Sequence[int], following: int = 0) -> int:
     """Returns a free TCP port at `host`, an address of this machine. The port is drawn at random
-    from `ports`. The number 0 in `ports` stands for any port. The next `following` ports after the
-    returned port are free, too.
+    from `ports`. The number 0 in `ports` stands for any port. The argument `following` is the
+    number of ports directly after the returned port that must be free, too.
 
     Raises:
         ConfigError: none of the ports that were tried is free.
@@ -94,9 +94,9 @@ def reserve_port(host: str, ports: Sequence[int]) -> int:
 
 def reserved(address: str) -> socket.socket | None:
     """Returns the bound socket of `address`, a host:port that this process reserved with
-    `reserve_port`. The caller then owns the socket. Returns None if this process did not reserve
-    `address`. If this process has reserved a different address, the function releases the port of
-    that address."""
+    `reserve_port`. The caller of `reserved` owns the returned socket. Returns None if this process
+    did not reserve `address`. If this process has reserved a different address, the function
+    releases the port of that address."""
     found = [held for kept, held in _reserved if kept == address]
     _reserved.clear()
     return found[0] if found else None
@@ -188,8 +188,9 @@ class Listener:
         """Tries to connect, and returns True if every call has failed for more than `after_s`
         seconds.
 
-        The seconds count from the first failed call. A call that succeeds ends the count. So does a
-        pause of more than `after_s` seconds between two calls, in which nobody tried.
+        The seconds are counted from the first call that fails. A call that succeeds resets the
+        count of seconds. If more than `after_s` seconds pass between two failed calls, the count of
+        seconds starts again at the later call.
         """
         now = time.monotonic()
         if self.missing(timeout_s) is None:

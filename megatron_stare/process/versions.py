@@ -1,10 +1,9 @@
-"""Identifies the code and the device of a run, by the releases of packages, the commit and the
-digest of this package, and a description of the device.
+"""Identifies the code of a run by the releases of packages, and by this package's commit and
+digest. Identifies the device of a run by a description.
 
-If a run does not compile functions with torch.compile, and adds in a fixed order, its rounding
-depends only on its parallel layout and on the items that `computes_on` returns. Two such runs with
-the same settings therefore compute bit-equal numbers if their layouts are the same and
-`computes_on` returns the same text for both. Torch is imported only inside functions, because the
+Two runs compute bit-equal numbers if their settings, their parallel layouts and their texts from
+`computes_on` are equal. The exceptions are runs that compile functions with torch.compile, and runs
+that add numbers in an order that varies. Torch is imported only inside functions, because the
 command `doctor` may run in an environment without torch.
 """
 
@@ -46,8 +45,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def nccl_release() -> str | None:
     """Returns the release of NCCL that this process uses, or None if PyTorch was built without
-    NCCL. The release is that of the loaded library or, if PyTorch contains NCCL itself, the release
-    that PyTorch was built with."""
+    NCCL. If PyTorch loads NCCL as a library, returns the release of the library. If PyTorch
+    contains NCCL itself, returns the release that PyTorch was built with."""
     import torch
 
     if not torch.distributed.is_nccl_available():
@@ -59,8 +58,8 @@ def loaded_nccl() -> str | None:
     """Returns the release of the NCCL library that this process loads, or None if there is no such
     library.
 
-    The release may differ from torch.cuda.nccl.version(), which is the release that PyTorch was
-    built with.
+    The loaded release of NCCL may differ from torch.cuda.nccl.version(), which is the release that
+    PyTorch was built with.
     """
     number = ctypes.c_int()
     try:

@@ -1,5 +1,6 @@
 """Defines the records that summarise the differences between a rollout engine's log-probs and the
-trainer's log-probs. The ranks that hold both log-probs compute the differences."""
+trainer's log-probs. A rank computes the differences for the tokens of which it holds the engine's
+log-probs and the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -43,11 +44,12 @@ class LogProbDifference:
     `lowest`: the smallest signed difference; NaN if any difference is NaN.
     `quantiles`: quantiles of the absolute differences, by name.
     `from_position`: one summary of log-prob differences for each range of positions in the
-        response. The key is the first position of the range. Ranges without tokens are left out.
+        response. The keys of the dict are the first positions of the ranges. Ranges without tokens
+        are left out.
     `of_version`: one summary of log-prob differences for each weight version that sampled tokens.
-        The key is the version.
+        The keys of the dict are the weight versions.
     `longest`: summary of the log-prob differences in the longest response. If several responses are
-        equally long, the earliest one in the batch is used.
+        equally long, the earliest of these responses in the batch counts as the longest.
     `likely`: summary of the log-prob differences for tokens to which the trainer gives a
         probability of at least 1/1000.
     `unlikely`: summary of the log-prob differences for tokens to which the trainer gives a

@@ -155,8 +155,8 @@ BEHAVIOURS: dict[str, tuple[str, ...]] = {
 
 
 def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """Makes a function that finds every occurrence of the words in a text. The function returns the
-    occurrences in lower case, in the order of the text.
+    """Makes a function that finds every occurrence of the words in a text. The new function returns
+    the words that it finds, in lower case and in the order of the text.
 
     If several words begin at the same character, only the longest word counts. A typographic
     apostrophe matches a plain apostrophe.

@@ -1,7 +1,7 @@
 """Implements the verifier `math_verify`, which passes responses to math-verify unchanged. The
 verifier `math` first rewrites notations that math-verify misreads. `math_verify` exists so that
-users can compare `math` with plain math-verify. The response needs no box. math-verify can
-therefore take any number in the response for the answer."""
+users can compare `math` with plain math-verify. math-verify also finds answers outside a LaTeX box,
+and can therefore take any number in the response for the answer."""
 
 from __future__ import annotations
 

@@ -122,7 +122,8 @@ class RunDir:
     def __init__(
         self, path: Path, lock: IO[str], made: Sequence[Path], found: Sequence[str]
     ) -> None:
-        """Stores the paths and the lock.
+        """Stores the path and the lock of the run directory, and the state of the directory before
+        this start.
 
         Args:
             made: folders that did not exist before this start, innermost first.
@@ -181,12 +182,12 @@ class RunDir:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self, but: Collection[str] = ()) -> None:
-        """Removes what a failed start added to the directory. What cannot be removed stays: on NFS,
-        a folder with a file that some process still has open cannot be removed.
+        """Removes what a failed start added to the directory. Ignores failed removals. For example,
+        NFS does not allow the removal of a folder with a file that some process still has open.
 
         Removes config.yaml first, because a directory without config.yaml does not count as a run.
-        Thus, if this process is killed before it has removed the other files, the directory does
-        not count as a run.
+        If this process is killed before it has removed the other files, the directory therefore
+        does not count as a run.
 
         Args:
             but: names of folders that stay if they contain a file that is not empty.

@@ -114,7 +114,9 @@ class StareGRPOTrainer(GRPOTrainer):
         return batch
 
     def _stare_pass(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Returns the log-probs and entropies [B, T] of the sampling policy before any update."""
+        """Returns the log-probs and entropies [B, T] of the batch's completion tokens. The method
+        must run before the first update on the batch, because the model is then still the policy
+        that sampled the completions."""
         with torch.no_grad():
             log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,

@@ -21,7 +21,7 @@ from megatron_stare.process.network import reserved
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place in the parallel layout, and its process groups."""
+    """Place of this rank in the parallel layout, and the process groups of this rank."""
 
     rank: int
     world: int

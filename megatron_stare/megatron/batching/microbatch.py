@@ -2,9 +2,10 @@
 and the RL method receives the same part as flat columns.
 
 Shape legend: a micro-batch has b rows and s positions. A packed micro-batch has one row with all
-tokens. The loss mask of a micro-batch contains n response positions. The loss masks of this rank's
-micro-batches together contain N response positions, ordered by micro-batch. The whole batch has B
-samples. A mixture of experts has L layers and K experts per token.
+tokens. The number of response positions in the loss mask of one micro-batch is n. The loss masks of
+this rank's micro-batches together contain N response positions, ordered by micro-batch. The whole
+batch has B samples. In a mixture of experts, L is the number of layers, and K is the number of
+experts per token.
 """
 
 from __future__ import annotations
@@ -160,9 +161,9 @@ class RankBatch:
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """Returns `tokens`, restricted to the mini-batch with index `number`. The columns still
-        have all N response positions of the rank. The masks, the number of samples and the samples'
-        loss lengths cover only this mini-batch.
+        """Returns `tokens`, restricted to the mini-batch with index `number`. The columns of the
+        result keep all N response positions of the rank. The masks, the number of samples and the
+        samples' loss lengths cover only this mini-batch.
 
         Args:
             tokens: from `token_batch`.
@@ -189,8 +190,8 @@ class RankBatch:
 def _with_one_context(share: RankShare) -> Tensor:
     """Returns an integer ID for the context of each branch, as [S] int64 for S branches. If two
     branches have the same ID, their contexts are equal. If the context of a branch is only the
-    prompt, the ID is the index of the branch's prompt group. A branch with any other context has a
-    unique ID."""
+    prompt, the branch's ID is the index of the branch's prompt group. A branch with any other
+    context has a unique ID."""
     if share.branched is None:
         return share.groups
     branches = share.branched
@@ -203,8 +204,9 @@ def _micro_batch(
 ) -> tuple[MicroBatch, Tensor]:
     """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
     micro-batch's response positions. Each column of the tensor describes one response position. Row
-    0 contains the index of the sample. Row 1 contains the index of the position in the response.
-    Row 2 contains the index of the position in the response columns of `share`."""
+    0 of the tensor contains the index of the position's sample. Row 1 of the tensor contains the
+    position's index in the response. Row 2 of the tensor contains the position's index in the
+    response columns of `share`, such as `rollout_log_probs`."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])
@@ -245,12 +247,13 @@ def _micro_batch(
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sums `x` over the ranks of `group`, and returns the sum on every rank. All ranks of `group`
-    must call `sum_over_ranks`. If one rank of `group` runs backward through the sum, all ranks of
-    `group` must do so.
+    must call `sum_over_ranks`. If one rank of `group` runs the sum's backward pass, all ranks of
+    `group` must run this backward pass.
 
-    The total loss L = sum_r L_r is the sum of the losses of all ranks r. With y = sum_r x_r, the
-    gradient of L with respect to x_r is sum_q dL_q / dy. The backward pass therefore sums the
-    gradients over the ranks.
+    The total loss L = sum_r L_r is the sum of the losses of all ranks r. Let x_r be the tensor `x`
+    of rank r, and let y = sum_r x_r be the returned sum. The gradient of L with respect to x_r is
+    sum_q dL_q / dy, a sum over all ranks q. The backward pass therefore sums the gradients over the
+    ranks.
     """
     return _SumOverRanks.apply(x, group)
 

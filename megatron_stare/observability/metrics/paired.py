@@ -34,15 +34,16 @@ def paired_interval(
     Let d_i be the difference after_i - before_i of prompt i, and let n be the number of
     differences. Let m be the mean of the n differences. Let s be the sample standard deviation of
     the n differences, computed with the divisor n - 1. Let t be the (1 + level)/2 quantile of
-    Student's distribution with n - 1 degrees of freedom. The interval is m ± t s / √n. Pairing
-    removes the spread between easy and hard problems, which is most of the variance. The interval
-    is too narrow if there are fewer than about 30 problems and most d_i are equal. If all d_i are
-    equal, the interval has width 0, but this says nothing about unseen problems.
+    Student's distribution with n - 1 degrees of freedom. The confidence interval is m ± t s / √n.
+    Pairing removes the spread between easy and hard problems, which is most of the variance. The
+    interval is too narrow if there are fewer than about 30 problems and most differences d_i are
+    equal. If all differences d_i are equal, the interval has width 0, although the mean over unseen
+    problems remains uncertain.
 
     Several prompts of one problem are not independent. If a problem has several prompts, n is the
-    effective number of problems, and the interval's half width is t √v. Here v is the variance of
-    the mean (`evaluation.estimates.mean_of_problems`). If every problem has one prompt, the half
-    width t √v is equal to the half width above, because v is then s² / n.
+    effective number of problems, and the half width of the interval is t √v, where v is the
+    variance of the mean (`evaluation.estimates.mean_of_problems`). If every problem has one prompt,
+    v is s² / n, and t √v is equal to t s / √n.
 
     Args:
         problems: the problem of each prompt, or None if all prompts belong to different problems.
@@ -145,11 +146,11 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Returns True if entropy was held at its target. Three conditions must be met. First, the mean
-    entropy of the last third of the steps must be within BAND of the target. Second, among the
-    steps of the last third, the share of steps with an entropy within BAND of the target must be at
-    least HELD_SHARE. Third, the mean entropy of the last RECENT steps must be within BAND of the
-    target.
+    """Returns True if the run held the entropy at the target. An entropy is on target if it differs
+    from the target by at most the fraction BAND of the target. The mean entropy over the last third
+    of the steps must be on target. The mean entropy over the last RECENT steps must be on target,
+    too. In the last third of the steps, the share of steps whose entropy is on target must be at
+    least HELD_SHARE.
 
     Args:
         figures: a `summary`.
@@ -169,8 +170,8 @@ def on_target(figures: Mapping[str, float | None]) -> bool | None:
 class ForecastFit:
     """Agreement between forecasts and measurements of the same steps.
 
-    `scale`: slope of the regression line through the origin, with the forecasts as x and the
-        measurements as y. The line is fitted by least squares.
+    `scale`: slope of the least-squares regression line through the origin, with the forecasts as x
+        and the measurements as y.
     `correlation`: Pearson's correlation, or NaN if the forecasts or the measurements do not vary.
     `same_sign`: share of the steps in which forecast and measurement have the same sign.
     `points`: number of steps compared.

@@ -2,9 +2,9 @@
 panel and plain lines.
 
 `sinks/console.py` calls the display. On a separate thread, the library rich draws the panel a few
-times a second from a snapshot. The driver's thread only stores the values for this snapshot. Notes,
-warnings and alerts are also printed once above the panel, so that they remain visible when the
-panel is gone.
+times a second from a snapshot. The driver's thread does not draw, and only stores new values in the
+snapshot. Notes, warnings and alerts are also printed once above the panel, so that they remain
+visible when the panel is gone.
 """
 
 from __future__ import annotations

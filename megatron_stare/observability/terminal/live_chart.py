@@ -33,7 +33,7 @@ class Scale:
     `row`: height of one character row, in the unit of the values.
     `band_rows`: rows that the chart's band touches; empty if the chart has no band.
     `ticks`: dict that maps the index of a character row to the label of this row on the axis. Each
-        label is a round number. Row 0 is the lowest row.
+        label is a round number. Character row 0 is the lowest row of the chart.
     """
 
     low: float
@@ -108,9 +108,9 @@ def strip(on: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """Draws a horizontal bar that covers `share` of `width` characters. The bar's length is rounded
-    to an eighth of a character, and is at least one eighth. The returned text is `width` characters
-    wide."""
+    """Draws a horizontal bar that covers the fraction `share` of the text's width. The bar's length
+    is rounded to an eighth of a character, and is at least one eighth. The returned text is `width`
+    characters wide."""
     eighths = max(1, round(min(1.0, max(0.0, share)) * width * 8))
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(width)

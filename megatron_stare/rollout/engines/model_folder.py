@@ -104,7 +104,8 @@ class _OneDay(datetime):
 
     @classmethod
     def now(cls, tz: Any = None) -> Self:
-        """Returns the date that Llama's templates write if they cannot ask for today's."""
+        """Returns 26 July 2024, the date that Llama's chat templates write if they cannot look up
+        today's date."""
         return cls(2024, 7, 26, tzinfo=tz)
 
 
@@ -127,7 +128,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _check_encoding(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raises DataError if the tokenizer has no vocabulary, or encodes text differently from the
-    folder's tokenizer.json. transformers loads both tokenizers without an error."""
+    folder's tokenizer.json. The library transformers loads tokenizers with these faults without an
+    error."""
     ids = tokenizer.encode(_PROBE, add_special_tokens=False)
     if not ids and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError(

@@ -63,8 +63,8 @@ class Retries:
         room. Leaves out replicas that already lost this request, if another replica is suitable.
         Prefers a suspected replica that has room, because a suspected replica might otherwise never
         receive a request again. A suspected replica has lost a request and has not answered any
-        request since the loss. If no suspected replica has room, chooses the replica that can take
-        the most further requests.
+        request since the loss. If no suspected replica has room, chooses the replica that has room
+        for the largest number of requests.
 
         Args:
             rooms: number of requests that each replica can still take; None if the replica does not

@@ -142,7 +142,7 @@ class AsynchronousSource(RolloutSource):
         """Returns the state of the prompt stream from which a resumed run must continue. A step is
         pending if the sampling of the step has begun and the method `next` has not returned the
         step's batch yet. If steps are pending, returns the state that the prompt stream had before
-        any pending step took its prompts. If no step is pending, returns the current state of the
+        the first pending step took prompts. If no step is pending, returns the current state of the
         prompt stream. If a run resumes from the returned state, the responses of all pending steps
         are sampled again."""
         return self._wait(self._first_unused)
@@ -150,8 +150,8 @@ class AsynchronousSource(RolloutSource):
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Context manager. Inside the `with` block, only the caller uses the engines. Before the
-        `with` block begins, waits until the steps that have begun are finished. No new step begins
-        until the `with` block ends."""
+        `with` block begins, waits until the batch of every step that has begun is complete. No new
+        step begins until the `with` block ends."""
         try:
             # if a step that had begun fails, this raises its error and the hold ends
             self._wait(self._hold)
@@ -205,8 +205,8 @@ class AsynchronousSource(RolloutSource):
         """Starts to sample the batches of all steps, in step order.
 
         Before each step, waits until the oldest weights that the step may use are published. After
-        a step begins, waits until the step no longer uses the prompt stream: the step will neither
-        take prompts from the stream nor return prompts to the stream.
+        a step begins, waits until the step no longer needs the prompt stream. From then on, the
+        step neither takes prompts from the stream nor returns prompts to the stream.
         """
         try:
             for step in range(first, self._last + 1):
@@ -225,8 +225,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch with Groups.collect. Sets `settled` at the latest when this method
-        ends or fails, so that the next step may begin."""
+        """Makes a step's batch with Groups.collect. Sets `settled` by the end of this method, even
+        if the method fails, so that the next step may begin."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
@@ -240,8 +240,8 @@ class AsynchronousSource(RolloutSource):
             settled.set()
 
     async def _taken(self, step: int) -> Collected:
-        """Waits until the step has begun and its last trajectory is verified. Raises the error that
-        ended `_make_ahead` or the step."""
+        """Waits until the step has begun and its last trajectory is verified. If the step or the
+        task `_make_ahead` failed, raises the error of this failure."""
         making = self._making
         if making is None or step > self._last:
             raise ValueError(
@@ -271,8 +271,8 @@ class AsynchronousSource(RolloutSource):
         return self._before[min(self._before)] if self._before else dict(self._prompts())
 
     async def _hold(self) -> None:
-        """Prevents new steps from beginning. Waits for the last verdict of every step that has
-        begun, and raises the first error of these steps."""
+        """Prevents new steps from beginning. Waits until the responses of every step that has begun
+        are verified, and raises the first error of these steps."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())

@@ -163,8 +163,8 @@ def _first(error: BaseException) -> BaseException:
 
 
 def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Writes the files that complete a megatron-core checkpoint of step 0. Megatron-LM can also
-    load the completed checkpoint."""
+    """Writes the metadata files that a megatron-core checkpoint of step 0 needs beside its tensor
+    files. Megatron-LM can also load the completed checkpoint."""
     _writer(folder).finish(metadata, results)
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}

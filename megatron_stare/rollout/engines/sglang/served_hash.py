@@ -2,9 +2,9 @@
 parts of the parameter. Servers on CPUs and servers on GPUs report different kinds of hashes.
 
 SGLang's endpoint `/weights_checker` hashes each tensor on the tensor's device. On a CPU the hash is
-SHA-256. On a GPU a kernel computes the hash with integer arithmetic
-(`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). This module expresses the
-kernel's formula in torch integer operations, so that any device can compute the hash.
+SHA-256. On a GPU, a kernel computes the hash with integer arithmetic. In the supported releases of
+SGLang, the kernel is in the module `sglang.kernels.ops.memory.gpu_tensor_hash`. This module
+expresses the kernel's formula in torch integer operations, so that any device can compute the hash.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ class TiledDigest:
 
     Adding bytes does not synchronize with the device. Only `hexdigest` and pickling synchronize.
 
-    The bytes are padded with zeros to n words of 32 bits. The operator ^ is XOR, and rotl(i, r)
-    rotates the 32-bit number i to the left by r bits. The function fmix is the finalizer of
-    MurmurHash3 (Appleby, 2011). The hash uses two triples of constants. For each triple of
+    Zero bytes pad the hashed bytes to a whole number n of 32-bit words. The operator ^ is XOR, and
+    rotl(i, r) rotates the 32-bit number i to the left by r bits. The function fmix is the finalizer
+    of MurmurHash3 (Appleby, 2011). The hash uses two triples of constants. For each triple of
     constants (A, s, r), the 32-bit word w at position i becomes the mixed word fmix(w ^ (i * A + s)
     ^ rotl(i, r)). A tile consists of 8192 consecutive words. S1 is the sum, mod 2^32, of a tile's
-    mixed words for the first triple. S2 is the same sum for the second triple. A tile's value has
-    64 bits. The upper 32 bits of the tile's value are fmix(S1 ^ 4n), and the lower 32 bits are
-    fmix(S2 ^ 4n). The hash is the finalizer of splitmix64 (Steele, Lea and Flood, 2014) applied to
-    the sum of all tiles' values mod 2^64. The hash of an empty input is 0.
+    mixed words for the first triple of constants. S2 is the sum, mod 2^32, of a tile's mixed words
+    for the second triple of constants. A tile's value has 64 bits. The upper 32 bits of the tile's
+    value are fmix(S1 ^ 4n), and the lower 32 bits are fmix(S2 ^ 4n), where 4n is the number of
+    bytes with padding. The values of all tiles are summed mod 2^64. The hash is this sum after the
+    finalizer of splitmix64 (Steele, Lea and Flood, 2014). The hash of an empty input is 0.
     """
 
     def __init__(self) -> None:
@@ -93,9 +94,9 @@ class TiledDigest:
 
     def update_at(self, start: int, part: Tensor) -> None:
         """Adds the bytes of the tensor `part`. In the sequence of all hashed bytes, the added bytes
-        begin at byte offset `start`. Parts may come in any order. A caller can distribute the parts
-        over several digests, and then merge these digests with `joined`. `start` and the part's
-        size must be multiples of four bytes."""
+        begin at byte offset `start`. The caller may add the parts in any order. A caller can
+        distribute the parts over several digests, and then merge these digests with `joined`.
+        `start` and the part's size must be multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")
@@ -170,8 +171,9 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _summed(words: Tensor, first: int) -> Tensor:
-    """Mixes the words [tiles, words] int32 with their positions, and returns each tile's two sums,
-    [tiles, 2] int64. Word number k, counted from 0, has the position `first` + k."""
+    """Mixes every word with its position in the input, and returns the two sums of each tile's
+    mixed words. The words are [tiles, words per tile] int32, and the sums are [tiles, 2] int64.
+    Word number k, counted from 0, has the position `first` + k."""
     # int32 sums and products wrap around like the kernel's unsigned words
     at = (
         torch.arange(words.numel(), dtype=torch.int32, device=words.device)
