@@ -64,9 +64,9 @@ def group_advantages(
 
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
-    """Returns a bool tensor with one entry for each group. The argument `number` gives the count of
-    the groups. The entry of a group is True if all counted responses of the group have the same
-    value in `x` [B]. The entry of a group without counted responses is also True."""
+    """Returns a bool tensor with one entry for each group. `number` is the number of groups.
+    `counted` [B] bool marks the counted responses. A group's entry is True if all its counted
+    responses have the same value in `x` [B], and also if it has no counted responses."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

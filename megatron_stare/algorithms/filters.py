@@ -2,9 +2,9 @@
 own statistics.
 
 A filter can also request statistics of its own. Each filter sees only the tokens that all earlier
-filters kept. The order therefore matters, and is fixed. The filter that rejects tokens by their
-importance ratio comes first, and the method's own mask second. The method then computes its
-quantiles over the tokens that passed all filters.
+filters kept. The order of the filters therefore matters, and is fixed. The filter that rejects
+tokens by their importance ratio comes first, and the method's own mask second. The method then
+computes its quantiles over the tokens that passed all filters.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ arXiv 2508.17850 is another method, which changes importance weights.
     w = 0.5 where A > 0 and H_g < low                 w = 0.2 where A < 0 and H_g > high
 
 The bounds are updated before the loss of the same step is computed. The first batch sets the
-initial bounds. The formula comes from third-party code that quotes the paper, because no other
-source was available. Two details are inferred: sd divides by the number of groups, and H_g covers
-the group's tokens in the mini-batch of the step.
+initial bounds. The formulas come from third-party code that quotes the paper, because no other
+source was available. Two details are inferred. The standard deviation sd divides by the number of
+groups. The mean surprisal H_g covers the group's tokens in the mini-batch of the step.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ METRICS = (
 class Gepo(Reweighted):
     """Settings of GEPO.
 
-    `weight_low`: the weight of positive advantages in groups whose H_g is below the lower bound.
-    `weight_high`: the weight of negative advantages in groups whose H_g is above the upper bound.
-        `weight_high` must be below `weight_low`; otherwise the response length falls towards 0.
+    `weight_low`: the weight of positive advantages in prompt groups whose mean surprisal H_g is
+        below the lower bound.
+    `weight_high`: the weight of negative advantages in prompt groups whose mean surprisal H_g is
+        above the upper bound. `weight_high` must be below `weight_low`; otherwise the response
+        length falls towards 0.
     `spread_low`, `spread_high`: the distances of the two bounds from the mean of H_g over the
-        groups, in standard deviations.
+        prompt groups, as multiples of the standard deviation of H_g over the prompt groups.
     `rate`: r, the weight of the newest batch in the running averages of the two bounds.
     """
 
@@ -85,8 +87,8 @@ class Gepo(Reweighted):
         return batch.groups[batch.sequence]
 
     def surprisals(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns two tensors with one entry per group: H_g, and a flag that is True if the group
-        has tokens."""
+        """Returns two tensors with one entry per group: the mean surprisal H_g, and a flag that is
+        True if the group has tokens."""
         tokens = tensor(statistics, "gepo/tokens")
         return tensor(statistics, "gepo/sum") / tokens.clamp_min(1), tokens > 0
 

@@ -55,7 +55,8 @@ class Hosts(Protocol):
     RayWorkers."""
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
-        """Starts a call on each process."""
+        """Starts a call of the method `name` on each process, and returns the handles of the
+        calls."""
 
     def wait(self, handles: Sequence[Handle]) -> list[Any]:
         """Returns the results of the calls in order, or raises the first error."""
@@ -104,8 +105,8 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
 
 
 def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
-    """Makes the first rank write a file to the folder. Then makes every rank and every server
-    process check that it can see this file.
+    """Makes the first rank write a file to the sync folder `folder`. Then makes every rank and
+    every server process check that the first rank's file is visible to the process.
 
     Raises:
         ConfigError: the first rank cannot write to the folder, or another process does not see the

@@ -1,11 +1,11 @@
 """Builds a configuration from layers. The files that a configuration file lists in `defaults` are
-the lowest layers. The configuration file itself is the next layer. The overrides that a user gives
-on the command line are the highest layers.
+the lowest layers. The configuration file itself is a layer above the files in its `defaults`. The
+overrides that a user gives on the command line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-There is one exception. If a layer selects another method than the lower layers, the settings that
-the lower layers contain for their method are discarded. The same rule applies to an extension, such
-as a verifier.
+The settings of a method are an exception. If a layer selects another method than the lower layers,
+the settings that the lower layers contain for their method are discarded. The settings of an
+extension, such as a verifier, are discarded in the same way if a layer selects another extension.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def read_layers(path: str | Path) -> list[Layer]:
 def _collect(
     name: str | Path, beside: Path, above: tuple[Path, ...], found: dict[Path, Layer]
 ) -> None:
-    """Adds a file or recipe and the layers beneath it to `found`. `above` is the chain of files
-    that led to the file or recipe."""
+    """Adds a file or recipe to `found`, together with all layers beneath the file or recipe.
+    `above` contains the chain of files through which the file or recipe is included, outermost
+    first."""
     path = find_config(name, beside)
     if not path.is_file() and (recipe := recipe_named(name)) is not None:
         _compose(recipe, above, found)
@@ -123,9 +124,9 @@ def _collect(
 
 
 def layers_of(sections: Mapping[str, Any]) -> list[Layer]:
-    """Returns the layers of a configuration. A program passes this configuration as the dict
-    `sections`. The lowest layer comes first, and the dict itself is the last layer. File names in
-    the dict's `defaults` are relative to the current folder.
+    """Returns the layers of a configuration that a program passes as the dict `sections`. The
+    lowest layer comes first, and the dict itself is the last layer. File names in the dict's
+    `defaults` are relative to the current folder.
 
     Raises:
         ConfigError: as read_layers.
@@ -145,8 +146,8 @@ def _collect_beneath(
     above: tuple[Path, ...],
     found: dict[Path, Layer],
 ) -> None:
-    """Removes the key `defaults` from the sections of `path`. For each name in the list under this
-    key, adds the layer with this name and the layers beneath that layer to `found`."""
+    """Removes the key `defaults` from `tree`, the sections of the file `path`. Adds each layer that
+    `defaults` lists to `found`, together with the layers beneath the listed layer."""
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -180,7 +181,8 @@ def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> No
 
 class _OnceLoader(yaml.SafeLoader):
     """YAML loader that raises an error if a mapping contains a key twice. PyYAML itself would
-    silently drop the first of the two keys with all settings beneath that key."""
+    silently keep the second occurrence of the key, and drop the first occurrence with all settings
+    beneath it."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -280,9 +282,10 @@ def _value(text: str, override: str) -> Any:
 
 
 def breadth(given: Override) -> int:
-    """Returns the number of parts of an override's key. Fewer parts cover more settings. The name
-    of a method or extension counts as the method or extension itself, because a new name drops all
-    settings of the former one."""
+    """Returns the number of names in the dotted key of an override, such as 2 for `optimizer.lr`.
+    An override whose key has fewer names covers more settings. In a key such as `algorithm.name`,
+    the last name is not counted, because selecting a new method or extension drops all settings of
+    the former method or extension."""
     parents, _, leaf = given.source.partition("=")[0].rpartition(".")
     return parents.count(".") + 1 + (leaf != "name" or parents not in NAMED) if parents else 1
 

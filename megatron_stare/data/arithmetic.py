@@ -49,11 +49,11 @@ class Problem:
 def draw_problem(seed: int, split: Split, index: int) -> Problem:
     """Returns the problem at position `index` of a stream.
 
-    A stream may contain the same problem several times. The repetitions can differ in the order of
-    the problem's numbers. The two splits never share a problem. Of the first 1,000 held-out
-    problems, 36 consist of the same three numbers as an earlier problem. Of these 36 problems, 4
-    have their numbers in the same order as the earlier problem, and 32 have their numbers in
-    another order.
+    A stream may contain the same problem several times. When a problem is repeated, its three
+    numbers may be in another order. The two splits never share a problem. Of the first 1,000
+    held-out problems, 36 consist of the same three numbers as an earlier problem. Of these 36
+    problems, 4 have their numbers in the same order as the earlier problem, and 32 have their
+    numbers in another order.
     """
     attempt = 0
     while True:

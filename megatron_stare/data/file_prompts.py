@@ -4,8 +4,9 @@ mixture of several files.
 A source reads and checks its files once, when it is built. data/records.py defines the records of a
 file. The order of the records within a pass over a file depends only on the seed, the file's
 position in the mixture and the index of the pass. In a mixture, the number of prompts taken so far
-(the cursor) decides which file supplies the next prompt. The cursor is therefore all that a resumed
-run needs, and the order of the prompts does not depend on the number of training ranks.
+(the cursor) decides which file supplies the next prompt. A resumed run therefore needs only the
+cursor to find its next prompt, and the order of the prompts does not depend on the number of
+training ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class FilePrompts:
     """A PromptSource over files. Every pass over a file has a new random order.
 
     `dropped` contains the number of omitted records for each reason. `remarks` contains notes for
-    the user about the remaining records.
+    the user about the records that were not omitted.
 
     Args:
         config: the run's configuration.
@@ -217,14 +218,14 @@ class FilePrompts:
 
         After c prompts from all files together, a file's share is c times the file's weight,
         divided by the sum of all weights. The deadline of a file's j-th prompt (j = 1, 2, ...) is
-        the smallest c for which the file's share is at least j prompts. A file is a candidate if it
-        has supplied fewer prompts than its share at c = cursor + 1. The rule chooses the candidate
-        whose next prompt has the earliest deadline. If several candidates have the same deadline,
-        the rule chooses the first of these candidates. With this rule, the difference between the
-        number of prompts from a file and the file's share is always less than 1 (Baruah et al.,
-        Proportionate Progress, Algorithmica 15, 1996). If a run was started with an earlier
-        release, the run keeps the earlier rule when it is resumed. The rule of earlier releases
-        chooses the file that is furthest below its share.
+        the smallest number c of prompts for which the file's share is at least j prompts. A file is
+        a candidate if it has supplied fewer prompts than its share of the first cursor + 1 prompts.
+        The rule chooses the candidate whose next prompt has the earliest deadline. If several
+        candidates have the same deadline, the rule chooses the first of these candidates. With this
+        rule, the difference between the number of prompts from a file and the file's share is
+        always less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15, 1996). If a run
+        was started with an earlier release, the run keeps the earlier rule when it is resumed. The
+        rule of earlier releases chooses the file that is furthest below its share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

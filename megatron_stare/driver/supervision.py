@@ -7,9 +7,10 @@ the end of the driver and therefore imports neither Ray nor torch. The driver se
 run directory to the supervisor through a pipe. From files in the run directory, the supervisor
 reads how many steps are done and which rule limits the restarts of the driver.
 
-An environment variable tells the driver about its supervisor. The driver removes this variable from
-its own environment. If the supervisor dies, the kernel sends SIGTERM to the driver, and the run
-ends as it does after any SIGTERM.
+The environment variable MEGATRON_STARE_SUPERVISOR gives the driver the process id of its
+supervisor, the descriptor of the pipe and the number of restarts. The driver removes
+MEGATRON_STARE_SUPERVISOR from its own environment. If the supervisor dies, the kernel sends SIGTERM
+to the driver, and the run ends as it does after any SIGTERM.
 """
 
 from __future__ import annotations
@@ -221,8 +222,8 @@ class _Supervisor:
                 self._note(found.si_signo)
 
     def _heed(self) -> None:
-        """Takes the signals that came while no driver ran. A signal that stays pending would end
-        this process as soon as the process unblocks its signals."""
+        """Fetches and records the signals that arrived while no driver ran. A signal that stays
+        pending would end the supervisor as soon as the supervisor unblocks its signals."""
         while (found := signal.sigtimedwait(set(self._caught), 0)) is not None:
             self._note(found.si_signo)
 
@@ -249,7 +250,7 @@ def _is_lost(code: int) -> bool:
     """Returns True if a driver that ended with the return code `code` was lost and must be
     restarted.
 
-    A driver was lost if a signal that is not in ENDING killed it, or if it ended with an
+    A driver was lost if a signal that is not in ENDING killed it, or if the driver ended with an
     error that is not a UserError. A driver that calls abort() also counts as lost, because abort()
     kills the process with the signal SIGABRT.
     """

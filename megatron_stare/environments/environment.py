@@ -30,10 +30,10 @@ class Turn:
 
     `text`: text of the tokens, decoded without special tokens and without the stop token.
     `experts`: the experts that the engine chose for the first m tokens, counted from the beginning
-        of the turn's context. The tensor has one row per token. `experts` is None if the run does
+        of the turn's context. `experts` has one row per token. `experts` is None if the run does
         not replay the engine's routing.
-    `finish_reason`: 'length' if a token limit ended the turn, even before its first token. 'stop'
-        if a stop token or a stop string ended the turn.
+    `finish_reason`: 'length' if a token limit ended the turn, or if a token limit left no room for
+        a first token. 'stop' if a stop token or a stop string ended the turn.
     `stop`: the stop string that ended the turn, or None. `text` includes the stop string, and also
         any text that the last token contains after the stop string.
     """
@@ -117,8 +117,8 @@ class Generate(Protocol):
 
 class Environment(ABC):
     """Makes trajectories from prompts. One Environment object makes all trajectories of a run, many
-    of them at the same time. All of a run's training steps use one event loop; an evaluation that
-    runs beside them uses another one.
+    of them at the same time. All training steps of a run use one event loop. An evaluation that
+    runs at the same time as training uses another event loop.
 
     Args:
         config: the run's configuration.
@@ -264,8 +264,8 @@ class Response:
 
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Concatenates the parts. If there is only one part, as is usual, returns the part itself
-    without copying it."""
+    """Concatenates the tensors in `parts`. If `parts` contains a single tensor, which is the usual
+    case, returns this tensor itself without a copy."""
     if not parts:
         return torch.zeros(0, dtype=dtype)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -146,9 +146,9 @@ def run(code: str, seconds: float, memory_mb: int, characters: int) -> dict[str,
 def _guard(code: str, seconds: float, memory_mb: int, out: int) -> int:
     """Runs the program in a process with new namespaces, and kills the process if it runs longer
     than `seconds`. Returns the program's exit code if the program ends in time. Returns TIMED_OUT
-    if the program runs too long. Returns NOT_SET_UP if the process could not be isolated. A program
-    may use TIMED_OUT or NOT_SET_UP as its own exit code. For such a program, `_guard` returns
-    FAILED, so that no program can fake a timeout or a failed set-up."""
+    if the program runs too long. Returns NOT_SET_UP if the process could not be isolated. If a
+    program itself exits with the code TIMED_OUT or NOT_SET_UP, `_guard` returns FAILED, so that no
+    program can fake a timeout or a failed set-up."""
     is_ready, ready = os.pipe()
     try:
         _die_with_parent()

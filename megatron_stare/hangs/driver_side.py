@@ -55,8 +55,9 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 @dataclass
 class _Phase:
     """An open phase. The times `begun`, `entered` and `moved` are in seconds, as read from `clock`.
-    When an inner phase ends, its duration is added to `entered` and `moved` of the outer phase. The
-    time of inner phases therefore does not count as time of the outer phase."""
+    When an inner phase ends, `entered` and `moved` of the outer phase are moved forward by the
+    duration of the inner phase. The time of inner phases therefore does not count as time of the
+    outer phase."""
 
     name: str
     since: float  # seconds since 1970
@@ -133,7 +134,8 @@ class DriverBeats(Sink):
             self._put(done=done, total=total)
 
     def progress_here(self) -> None:
-        """Records that ranks inside this process have finished a micro-batch."""
+        """Records progress that other code of this process reports with `tell_progress`, such as a
+        finished micro-batch."""
         now = self._clock()
         if now - self._phases[-1].moved >= PROGRESS_S:
             self._phases[-1].moved = now
@@ -274,8 +276,8 @@ def carried(host: str) -> dict[str, str]:
 
 def beats_here(role: str, node: str) -> CallBeats:
     """Returns the object that writes the beats of a worker. Environment variables of the worker
-    show whether a watcher runs. If the run has joined an existing Ray cluster, also starts the
-    watcher's agent on the worker's node, unless the node already has an agent.
+    show whether a watcher runs. If the run has joined an existing Ray cluster, `beats_here` also
+    makes sure that an agent of the watcher runs on the worker's node.
 
     Args:
         node: Ray's id of the node.

@@ -9,9 +9,9 @@ from the memory of the process.
 
 NCCL's flight recorder records which collectives each rank has begun and ended. torch's
 ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. Each rank has a separate thread that
-waits for a message in the pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe". After a message,
-this thread writes the records to the file TORCH_FR_DUMP_TEMP_FILE + rank (docs.pytorch.org:
-torch_nccl_environment_variables). The gloo backend has no flight recorder.
+waits for a message in the pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe". When a message
+arrives, the waiting thread writes the rank's records to the file TORCH_FR_DUMP_TEMP_FILE + rank
+(docs.pytorch.org: torch_nccl_environment_variables). The gloo backend has no flight recorder.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread]
     """Returns the threads of a process, and a note that says why stacks are missing or unreliable.
     The note is "" if the stacks are complete and reliable.
 
-    py-spy pauses the process for some milliseconds. If py-spy cannot pause the process or has no
-    permission to do so, it reads the stacks while the process runs.
+    py-spy pauses the process for some milliseconds. If py-spy is unable or not permitted to pause
+    the process, py-spy reads the stacks while the process runs.
 
     Args:
         stuck: true if the process waits for a file system, in which case py-spy cannot pause the
@@ -145,8 +145,8 @@ def _own(file: str) -> bool:
 
 
 def flight_environment(folder: Path) -> dict[str, str]:
-    """Returns the environment variables that turn on NCCL's flight recorder in a rank. Without the
-    variables, `dump_flights` finds no records.
+    """Returns the environment variables that turn on NCCL's flight recorder in a rank. If a rank
+    was started without these environment variables, `dump_flights` finds no records of the rank.
 
     Recording takes some MB of memory and no measurable time.
     """

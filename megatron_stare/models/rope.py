@@ -36,8 +36,9 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns two factors on YaRN's cosines and sines: transformers' factor, and transformers'
-    factor without the parameter `attention_factor`.
+    """Returns two factors by which transformers multiplies YaRN's cosines and sines. The first
+    factor follows from all parameters in `rope`. The second factor follows from the parameters in
+    `rope` without `attention_factor`.
 
     Args:
         rope: rotary parameters of type yarn.
@@ -52,7 +53,8 @@ def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _by_transformers(rope: Mapping[str, Any], **sizes: int) -> tuple[Tensor, float]:
-    """Returns transformers' inverse frequencies and factor on cosines and sines."""
+    """Returns the inverse frequencies that transformers computes from `rope`, and the factor by
+    which transformers multiplies the cosines and sines."""
     # imported here, because it takes seconds and few models need it
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

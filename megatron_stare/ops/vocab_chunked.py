@@ -31,8 +31,7 @@ _LOWEST = -1000.0
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Computes the sums for one block of rows after the other. The function vocab_reference.sums
-    defines the sums."""
+    """Computes the row sums that vocab_reference.sums defines, one block of rows at a time."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros(6 if second_moment else 4, logits.shape[0], dtype=dtype, device=logits.device)
     if real == 0:
@@ -65,8 +64,8 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out`, block by block. The function vocab_reference.gradient defines
-    the gradient."""
+    """Computes the gradient with respect to the logits, as vocab_reference.gradient defines it, and
+    writes the gradient into `out`, block by block."""
     out[:, real:] = 0.0
     if real == 0:
         return
@@ -89,7 +88,7 @@ def _blocks(
     logits: Tensor, real: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields the row slice of every block, and two work buffers of the block's shape. All blocks
-    use the same buffers."""
+    use the same two buffers."""
     most = BLOCK if logits.device.type == "cpu" else BLOCK_CUDA
     height = max(ROWS, most // real)
     d = torch.empty(min(height, logits.shape[0]), real, dtype=dtype, device=logits.device)
@@ -106,8 +105,9 @@ def _widened(block: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _exponents(z: Tensor, m: Tensor, temperature: float, out: Tensor) -> None:
-    """Writes the larger of (z - m) / temperature and _LOWEST into each element of `out`. `out` may
-    be z."""
+    """Writes (z - m) / temperature into `out`, where `z` contains logits and `m` contains the
+    maximum of each row. Elements below _LOWEST are set to _LOWEST. `out` may be the tensor `z`
+    itself."""
     torch.sub(z, m[:, None], out=out)
     if temperature != 1.0:
         out.div_(temperature)

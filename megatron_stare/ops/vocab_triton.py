@@ -5,13 +5,14 @@ registers.
 
 The forward pass divides each row of logits into several blocks, and reads one block after the
 other. The number m is the largest logit that the forward pass has read so far in the current row.
-If the next block contains a larger logit, m increases, and the forward pass rescales the sums. With
-h = (m_old - m_new) / temperature, s becomes exp(h) s, t becomes exp(h) (t + h s), q becomes
-exp(h)^2 q, and u becomes exp(h)^2 (u + h q). Only the log-prob pass uses q and u. In the training
-pass, the same kernel also computes q and u, and these results are discarded. A kernel without q and
-u might round the other sums differently, so the ratios of the first update might differ from 1.
-According to instruction counts, memory bandwidth limits the kernel's speed even if the kernel
-computes q and u. Computing q and u should therefore cost no time.
+With d = (z - m) / temperature and e = exp(d) for each logit z, the forward pass computes four sums
+over the row: s of e, t of d e, q of e^2, and u of d e^2. If the next block contains a logit above
+m, the forward pass increases m and rescales the sums s, t, q and u. With h = (m_old - m_new) /
+temperature, the rescaled sums are exp(h) s, exp(h) (t + h s), exp(h)^2 q and exp(h)^2 (u + h q).
+Only the log-prob pass uses the sums q and u. The training pass runs the same kernel and discards
+the sums q and u. A kernel without the sums q and u might round the sums s and t differently, so the
+importance ratios of the first update might differ from 1. According to instruction counts, memory
+bandwidth limits the kernel's speed, so computing the sums q and u should cost no time.
 
 Shape legend: N tokens, V vocabulary columns of this rank.
 """
@@ -140,8 +141,8 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient into `out`. The function vocab_reference.gradient defines the gradient.
-    Every logit is read once."""
+    """Computes the gradient with respect to the logits, as vocab_reference.gradient defines it, and
+    writes the gradient into `out`. Every logit is read once."""
     logits = _rows_in_order(logits)
     rows, width = logits.shape
     if out.stride(1) != 1:
@@ -167,8 +168,8 @@ def gradient(
 
 
 def _rows_in_order(logits: Tensor) -> Tensor:
-    """Returns the logits with adjacent columns in adjacent memory. The logits are copied only if
-    their columns are not adjacent. Raises ValueError for float64."""
+    """Returns the logits as a tensor whose rows are contiguous in memory. Copies the logits only if
+    their rows are not contiguous. Raises ValueError for float64."""
     if logits.dtype == torch.float64:
         raise ValueError(
             "the Triton body works in float32; take the chunked body for float64 logits"

@@ -11,13 +11,14 @@ Python would ignore the exception. Signals do not interrupt the shutdown of proc
 While a run makes training steps, the first signal in ENDING ends the run after the current update.
 Before the run closes, the run can save a checkpoint of its last complete step. While responses are
 sampled, the first signal in ENDING ends the run immediately. SIGUSR1 ends the run after the current
-step. After a signal in ENDING, the run has `grace_s` seconds to end. When this time is over, the
-run ends at its next poll, even within a step. `makes_steps` sets `grace_s`. A second Ctrl-C
-immediately ends the process and its child processes, without saving.
+step. After a signal in ENDING, the run has `grace_s` seconds to end. If the run has not ended after
+`grace_s` seconds, it ends at its next poll, even within a step. `makes_steps` sets `grace_s`. A
+second Ctrl-C immediately ends the process and its child processes, without saving.
 
 A closed terminal sends SIGHUP to all processes of its foreground job. The driver's thread blocks
-SIGHUP. Processes that this thread starts inherit the block, so the run can still use them to save
-a checkpoint.
+SIGHUP. Processes that the driver's thread starts also block SIGHUP, because they inherit the signal
+mask of the thread. To save a checkpoint, the run can therefore still use its processes after the
+terminal was closed.
 """
 
 from __future__ import annotations
@@ -150,9 +151,9 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Continues the handling of a received signal. Returns the number of seconds after which
-        the main thread must call `look` again, or None if it need not call `look` before the next
-        signal.
+        """Checks whether a received signal is now allowed to end the command, and whether the run's
+        grace time is over. Returns the number of seconds after which the main thread must call
+        `look` again, or None if it need not call `look` before the next signal.
 
         Raises:
             TimeoutError: the driver's thread did not poll in time.
@@ -239,8 +240,8 @@ class Interruption:
             self._open_to = set(numbers)
 
     def closing(self, by: int) -> None:
-        """Updates the number of open `uninterrupted` contexts. The argument `by` is 1 when a
-        context opens, and -1 when a context closes."""
+        """Adds `by` to the number of open `uninterrupted` contexts. `by` is 1 when an
+        `uninterrupted` context opens, and -1 when an `uninterrupted` context closes."""
         with self._lock:
             self._closing += by
 
@@ -248,8 +249,8 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """Context in which a signal that may raise KeyboardInterrupt first cancels `task`.
-        KeyboardInterrupt is raised after the task has ended."""
+        """Context in which a signal cancels `task` as soon as the signal is allowed to raise
+        KeyboardInterrupt. KeyboardInterrupt is raised after the task has ended."""
         told = False
 
         def cancel() -> None:
@@ -410,8 +411,8 @@ def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption]
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    """Returns the descendants of a process, parents before children. Leaves out every process that
-    exits by itself when its parent ends. Also leaves out all descendants of such a process."""
+    """Returns the descendants of a process, parents before children. Omits each process that exits
+    by itself when its parent ends, together with the descendants of this process."""
     found, ahead = [], deque([process])
     while ahead:
         with contextlib.suppress(psutil.Error):
@@ -434,8 +435,8 @@ def poll() -> None:
 
 
 def raise_if_received() -> None:
-    """Raises KeyboardInterrupt if any signal was received. Unlike `poll`, does not check whether
-    the signal is allowed to end the command at this point."""
+    """Raises KeyboardInterrupt if any signal was received. Unlike `poll`, `raise_if_received` does
+    not check whether the signal is allowed to end the command at this point."""
     if _current.number is not None and _current.drives:
         _current.raised = True
         raise KeyboardInterrupt
@@ -462,9 +463,10 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares that the run now makes training steps. After `makes_steps` was called, a signal
-    raises KeyboardInterrupt only if the last step is complete and the next step has not yet changed
-    the run's state.
+    """Declares that the run now makes training steps. After `makes_steps` was called, `poll` raises
+    KeyboardInterrupt in two cases only: inside an `open_to` context for the received signal, or
+    later than `grace_s` seconds after a signal in ENDING. Between two steps, the session calls
+    `raise_if_received` instead of `poll`.
 
     Args:
         grace_s: seconds after a signal in ENDING until the run ends at its next poll; None: the
@@ -476,8 +478,8 @@ def makes_steps(grace_s: float | None) -> None:
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
     """Allows the signals in `numbers` to raise KeyboardInterrupt inside this context, even while
-    the run makes training steps. If one of these signals arrived before the context is entered,
-    KeyboardInterrupt is raised on entry to the context."""
+    the run makes training steps. If a signal in `numbers` has already arrived, KeyboardInterrupt is
+    raised on entry to the context."""
     _current.open_to(numbers)
     try:
         poll()
@@ -555,8 +557,9 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Runs a coroutine to completion in the thread's event loop, and then cancels all unfinished
     tasks of this event loop. Signals have the same effect as in `run_on`.
 
-    Every call of a thread uses the same event loop, unlike asyncio.run. Thus a client or a
-    semaphore that a user's environment keeps also works in the next step.
+    All calls of `run_whole` on one thread use the same event loop, whereas each call of asyncio.run
+    makes a new event loop. A client or a semaphore that a user's environment keeps therefore also
+    works in the next step.
     """
     loop = _of_thread.kept.loop
     try:

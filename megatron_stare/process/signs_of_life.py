@@ -1,5 +1,5 @@
-"""Prints a line to stderr before every slow part of the start-up, so that the user sees that the
-process works. A slow part takes several seconds.
+"""Prints a line to stderr before every part of the start-up that takes several seconds, so that the
+user sees that the process works.
 
 Nothing is printed to stdout, because programs parse stdout.
 """

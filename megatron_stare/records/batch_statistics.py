@@ -41,12 +41,12 @@ class Quantile:
     converted to float32 before the quantile is computed. The quantile is NaN if no position is in
     `mask`.
 
-    The quantile is at position (n - 1) q of the n sorted values, counted from 0. If this position
-    is not an integer, `interpolation` determines the quantile in the same way as in numpy. The
+    The quantile is at position (n - 1) q of the n sorted values, counted from 0. If (n - 1) q is
+    not an integer, `interpolation` determines the quantile in the same way as in numpy. The
     interpolation 'nearest' rounds a position halfway between two integers to the even integer.
-    Callers must convert `x` to float32 before they compare `x` with the quantile. The conversion to
-    float32 can round a value of `x` up. If the quantile is equal to this rounded-up value, the
-    quantile is larger than the value before the conversion.
+    Callers must convert `x` to float32 before they compare `x` with the quantile. If the conversion
+    to float32 rounds a value of `x` up, a quantile that equals the rounded value is larger than the
+    value before the conversion.
     """
 
     x: Tensor  # [N]
@@ -105,8 +105,9 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer to a TopK. The TopK selects all positions in its mask whose ordering key (see
-    `ordering_key`) is at least `key`. All tensors are 0-dim and stay on the device."""
+    """Answer to a TopK request. The request selects all positions in its mask whose ordering key
+    (see `ordering_key`) is at least the answer's `key`. All tensors are 0-dim and stay on the
+    device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
     k: Tensor  # int64, number of selected positions
@@ -151,7 +152,8 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
 
 
 def threshold(statistics: Statistics, name: str) -> Threshold:
-    """Returns the answer to a TopK. Raises TypeError if the request is not a TopK."""
+    """Returns the answer to the TopK request `name`. Raises TypeError if the request `name` is not
+    a TopK."""
     value = statistics[name]
     if not isinstance(value, Threshold):
         raise TypeError(f"{name} is not the answer to a TopK")
@@ -165,10 +167,10 @@ def value_of_key(key: Tensor) -> Tensor:
 
 
 def top_k_count(n: Tensor, share: float) -> Tensor:
-    """Returns how many of n positions to select. The number is 0 if n = 0 or share <= 0. Otherwise
-    the number is `min(n, max(1, int(n * share + 0.999999)))`. This formula rounds the product of
-    `n` and `share` up. The constant 0.999999 keeps floating-point noise in the product from adding
-    1 to the result.
+    """Returns the number of positions to select from n positions. The returned number is 0 if n is
+    0 or `share` is at most 0. In all other cases, the returned number is the product of `n` and
+    `share`, rounded up: `min(n, max(1, int(n * share + 0.999999)))`. The constant 0.999999 keeps
+    floating-point noise in the product from adding 1 to the result.
 
     Source: STARE's released code (arXiv 2606.19236).
     """

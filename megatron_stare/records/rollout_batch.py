@@ -9,8 +9,8 @@ Shape legend: B samples; S branches; N response positions of all samples, concat
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
 weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
 order: by prompt cursor, then by sample number. Branches are ordered by sample, then by the position
-of their first token in the response. In a RankShare, n, t and r have the same meaning as N, T and
-R, but only for the rank's own branches.
+of their first token in the response. In a RankShare, the lower-case letters n, t and r stand for
+the response positions, all positions and the runs of the rank's own branches alone.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Branches:
 
 
 class _Columns:
-    """Properties that RolloutBatch and RankShare both have. In a RankShare, n and r have the same
-    meaning as N and R, but only for the rank's own branches."""
+    """Properties that RolloutBatch and RankShare both have. In a RankShare, the lower-case letters
+    n and r stand for the response positions and the runs of the rank's own branches alone."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -187,7 +187,7 @@ class RolloutBatch(_Columns):
 
     @property
     def loss_lengths(self) -> Tensor:
-        """[B] int64 number of loss-mask positions in every sample."""
+        """[B] int64: for each sample, the number of positions at which the loss mask is True."""
         # [N + 1] number of loss positions before each position
         up_to = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))
         ends = self.response_lengths.cumsum(0)
@@ -197,8 +197,8 @@ class RolloutBatch(_Columns):
         """Selects the column entries that belong to the branches in `branches`, and returns these
         entries as a dict. The keys of the dict are the columns' names. The dict covers the columns
         with one entry per token. The dict also contains the columns `run_versions` and
-        `run_lengths`. These two columns have one entry per sequence of consecutive tokens that were
-        sampled with the same weight version."""
+        `run_lengths`. `run_versions` and `run_lengths` have one entry per run of consecutive tokens
+        that were sampled with the same weight version."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
@@ -306,8 +306,8 @@ class RankShare(_Columns):
 
     def starts(self, lengths: Tensor) -> Tensor:
         """[S] int64: for each branch of the batch, the index of the branch's first entry in a
-        column of this RankShare. The index is 0 for branches that belong to other ranks. `lengths`
-        [S] contains each branch's number of entries in this column."""
+        column of this RankShare. For a branch that belongs to another rank, the returned index is
+        0. `lengths` [S] contains each branch's number of entries in this column."""
         own = lengths[self.own]
         return torch.zeros_like(lengths).index_copy_(0, self.own, own.cumsum(0) - own)
 
@@ -325,8 +325,8 @@ class _Branch(NamedTuple):
 def _laid_out(
     sample: int, trajectory: Trajectory, prompts: Mapping[int, Tensor]
 ) -> Iterator[_Branch]:
-    """Yields the branches of a trajectory that have tokens. If no branch has tokens, yields the
-    first branch."""
+    """Yields the branches of a trajectory, except the branches without response tokens. If no
+    branch has response tokens, yields the first branch."""
     prompt = prompts[trajectory.prompt.cursor]
     if not trajectory.branches:
         yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions, of_prompt=True)

@@ -68,13 +68,14 @@ class UpdateResult:
 
     @property
     def finite(self) -> bool:
-        """Returns True if the gradient was finite. Otherwise no optimizer step was taken."""
+        """Returns True if the gradient was finite. If the gradient was not finite, no optimizer
+        step was taken."""
         return bool(self.metrics["update/finite"])
 
     @property
     def empty(self) -> bool:
-        """Returns True if the mini-batch had no token that carried loss. In this case no optimizer
-        step was taken."""
+        """Returns True if no optimizer step was taken because the mini-batch had no token that
+        carried loss."""
         return bool(self.metrics["update/empty"])
 
     @property
@@ -100,9 +101,9 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
     If a metric is a maximum, the result is the maximum over the updates. Counts of tokens are
     summed. Any other metric is averaged over the updates that report it. The average leaves out
-    updates on empty mini-batches, and updates whose scaled gradient overflowed. If only such
-    updates report a metric, the average covers these updates. Only the first update reports the
-    metrics of the rollout batch.
+    updates on empty mini-batches, and updates whose scaled gradient overflowed. If only updates
+    that are left out report a metric, the average covers the updates that are left out. Only the
+    first update reports the metrics of the rollout batch.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite
@@ -137,10 +138,10 @@ def skipped_after(
     updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED
 ) -> int:
     """Counts consecutive non-finite updates, and returns the count after the last update of a
-    training step. A finite update resets the count to 0. `skipped` is the count before the first
-    update of the training step. An update on an empty mini-batch has no gradient and is therefore
-    ignored. An update whose scaled gradient overflowed is also ignored, because the overflow only
-    requires a smaller loss scale.
+    training step. A finite update resets the count to 0. `skipped` is the count of consecutive
+    non-finite updates before the first update of the training step. The count ignores an update on
+    an empty mini-batch, because such an update has no gradient. The count also ignores an update
+    whose scaled gradient overflowed, because an overflow only requires a smaller loss scale.
 
     Raises:
         NonFiniteError: the loss or the gradient was not finite in `most` updates in a row.

@@ -24,7 +24,7 @@ def verify(response: str, answer: str) -> float:
 
 def answer_start(response: str) -> int:
     """Returns the position of the last '=' in the response, as a character index. Returns -1 if the
-    text after this '=' is not an integer."""
+    text after the last '=' is not an integer."""
     return response.rfind("=") if _answer(response) else -1
 
 

@@ -39,8 +39,8 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
     """Starts a pool of verifier processes. Each process first tests the verifier on `KNOWN_ANSWERS`
-    of the verifier's module. If `verifier` is the verifier of the run, the pool also tests it on
-    the answers in the file `reward.known_answers`.
+    of the verifier's module. If `verifier` is the verifier of the run, the pool also tests the
+    verifier on the answers in the file `reward.known_answers`.
 
     Raises:
         ConfigError: `VerifierPool` or `prove` raises ConfigError, or the run cannot provide the
@@ -59,10 +59,10 @@ def open_pool(verifier: Extension | str, config: Config, workers: int) -> Verifi
 
 
 def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> None:
-    """Raises ConfigError if the verifier reads columns of the data, but data.columns is empty. This
-    first check applies only if data.path or data.mixture is set. Also raises ConfigError if the
-    verifier needs complete prompt groups, but the run uses partial rollouts. The second check
-    applies only to the verifier in `reward.verifier`."""
+    """Raises ConfigError in two cases. In the first case, data.path or data.mixture is set, and the
+    verifier reads columns of the data, but data.columns is empty. In the second case, `verifier` is
+    the run's `reward.verifier` and needs complete prompt groups, but the run uses partial
+    rollouts."""
     data = config.data
     if pool.needs_columns and (data.path or data.mixture) and not data.columns:
         raise ConfigError(

@@ -10,9 +10,9 @@ the verifier cannot be loaded. For a single response, every later message is {"r
 contains one reward object or error object per response.
 
 The verifier runs in the main thread, because Python runs signal handlers only in the main thread. A
-second thread only reads messages from the parent. When the parent closes the socket, or when the
-parent process ends, the second thread kills the worker's process group. The second thread can do
-this even if the verifier hangs.
+second thread reads the messages from the parent. When the parent closes the socket, or when the
+parent process ends, the second thread kills the worker's process group. The second thread can kill
+the process group even if the verifier hangs.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def users_line(error: BaseException) -> str:
     The text names the line of the innermost frame outside this project and outside installed
     libraries. For example, suppose that the user's code calls the library json, and that json
     raises an error. The text then gives the line of the user's code that calls json, not the line
-    of json that raises the error. If the traceback has no such frame, because the verifier itself
-    is part of an installed library, the text names the line of the outermost frame outside this
-    project.
+    of json that raises the error. If the traceback contains no frame of user code, because the
+    verifier itself is part of an installed library, the text names the line of the outermost frame
+    outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)

@@ -1,5 +1,6 @@
-"""Writes and reads heartbeats. Heartbeats are small files with a run's progress. Heartbeats stay
-readable despite a stalled disk, a stopped process or a deadlocked thread.
+"""Writes and reads heartbeats. Heartbeats are small files with a run's progress. A heartbeat can be
+read even while a disk stalls, while the process that wrote it is stopped, or while a thread of this
+process is deadlocked.
 
 A process of a run writes its own Beat whenever a phase or call begins or ends. The driver writes a
 Beat; with Ray, each rank and each engine also writes a Beat. Each Beat is one file. The Beat files

@@ -38,17 +38,18 @@ class Token:
     `surprisal`, `entropy`: values in nats, under the policy of the log-prob pass, at the run's
         temperature.
     `advantage`: advantage of the token's response.
-    `weight`: factor by which the loss multiplies the advantage. The factor includes all effects of
-        the method. The weight is NaN if the advantage is 0.
+    `weight`: factor by which the loss multiplies the advantage. The weight includes gates, masks,
+        importance corrections and KL terms, but no entropy bonus. The weight is NaN if the
+        advantage is 0.
     `selected`: code of the token set to which the token belongs. "+" stands for L+, the
         high-surprisal tokens of positive advantage. "-" stands for L-, the high-surprisal tokens of
         negative advantage. "p" stands for U+, the low-surprisal tokens of positive advantage. "m"
         stands for U-, the low-surprisal tokens of negative advantage. "." stands for no set. The
-        run's method selects the tokens of each set. A space marks a token that an environment
-        wrote.
+        run's training method decides to which set a token belongs. A space marks a token without
+        loss, such as a token that an environment wrote.
     `rare`: "r" if the token's surprisal exceeds the critical surprisal of its position, "c" if not.
-        "?" means that the critical surprisal is unknown, because the run made no forecast. A
-        space marks a token that an environment wrote.
+        "?" means that the critical surprisal is unknown, because the run made no entropy forecast.
+        A space marks a token without loss, such as a token that an environment wrote.
     """
 
     text: str

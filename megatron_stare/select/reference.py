@@ -37,8 +37,8 @@ DEFAULTS: dict[str, Any] = {
 def reference(
     batches: Sequence[Mapping[str, np.ndarray]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Returns, for each update, the codes [B, T], the weights [B, T] and the state of the method
-    after the update.
+    """Returns one dict for each update: the token sets as codes [B, T] (see CODES; 0 means no set),
+    the weights [B, T], and the state of the method after the update.
 
     Args:
         batches: for each update, `log_probs`, `entropies`, `mask` [B, T] and `advantages` [B] or
@@ -89,8 +89,9 @@ def _gates(
 def _members(
     of: str, chosen: Mapping[str, Any], batch: Mapping[str, np.ndarray], mask: np.ndarray
 ) -> np.ndarray:
-    """Returns a bool mask [B, T] that is True for the tokens of one set. Tokens of equal surprisal
-    are selected in the order of their rows, and within a row in the order of their columns.
+    """Returns a bool mask [B, T] that is True for the tokens of the set `of`. Tokens of equal
+    surprisal are selected in the order of their responses (rows), and within a response in the
+    order of their positions.
 
     Args:
         of: name of the set, such as "L+".

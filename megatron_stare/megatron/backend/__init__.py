@@ -1,2 +1,2 @@
-"""Adapts Megatron to this rank's device. Contains the parallel layout with its process groups, and
-the CPU substitutes for CUDA calls."""
+"""Makes Megatron run on this rank's device, a GPU or a CPU. Contains the parallel layout with its
+process groups, and the CPU substitutes for CUDA calls."""

@@ -17,9 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Splits sequences over C ranks, so that all ranks have equal work in causal attention.
+    """Splits sequences over the context-parallel ranks, so that all ranks have equal work in causal
+    attention.
 
-    Each sequence is cut into 2 C equal chunks, and rank r holds chunks r and 2 C - 1 - r.
+    Each sequence is cut into 2 C equal chunks, where C is the number of context-parallel ranks.
+    Rank r holds chunks r and 2 C - 1 - r.
 
     Raises:
         ValueError: a method got a length that is not a multiple of 2 C. If C is 1, every length is
@@ -31,12 +33,13 @@ class Zigzag:
 
     @property
     def multiple(self) -> int:
-        """Number by which every sequence length must be divisible: 2 C, or 1 if C is 1."""
+        """Number by which every sequence length must be divisible: 1 for a single context-parallel
+        rank, otherwise twice the number C of context-parallel ranks."""
         return 2 * self.ranks if self.ranks > 1 else 1
 
     def positions(self, length: int) -> Tensor:
-        """Returns this rank's positions of a sequence with L positions, as [L / C] int64 in
-        ascending order."""
+        """Returns an int64 tensor [L / C] of the positions that this rank holds, in ascending
+        order. `length` is L, the number of positions of the sequence."""
         if length % self.multiple:
             raise ValueError(f"{length} positions cannot be cut into {self.multiple} equal chunks")
         if self.ranks == 1:
@@ -46,17 +49,19 @@ class Zigzag:
         return torch.cat([first, first + (self.multiple - 1 - 2 * self.rank) * chunk])
 
     def columns(self, lengths: Sequence[int]) -> Tensor:
-        """Returns this rank's columns of a packed row with t columns, as [t / C] int64. The row
-        consists of sequences with these `lengths`, laid end to end."""
+        """Returns an int64 tensor [t / C]: the indices of the columns that this rank holds of a
+        packed row. A packed row of t columns consists of several sequences, laid end to end.
+        `lengths` contains the lengths of the sequences."""
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         return torch.cat(
             [start + self.positions(length) for start, length in zip(starts, lengths, strict=False)]
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns [t] int64 indices into a list of columns. The list contains the columns of rank
-        0, then the columns of rank 1, and so on. Entry i is the index at which the list contains
-        column i of the packed row."""
+        """Returns an int64 tensor [t], the order that restores a packed row from the concatenated
+        columns of all ranks. In the concatenation, the columns of rank 0 come first, then the
+        columns of rank 1, and so on. Entry i of the result says at which index the concatenation
+        contains column i of the packed row."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

@@ -176,9 +176,9 @@ class HfExport:
     def __init__(
         self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan
     ) -> None:
-        """`whole` is the plan of the weight stream. In the plan `whole`, each tensor comes from a
-        single tensor-parallel group. If several groups hold a tensor, the tensor comes from the
-        group with the lowest ranks."""
+        """`whole` is the plan of a PolicyStream for the whole model. In the plan `whole`, each
+        tensor comes from a single tensor-parallel group. If several tensor-parallel groups hold a
+        tensor, the plan takes the tensor from the group with the lowest ranks."""
         self._group = layout.tp_group
         ranks = set(dist.get_process_group_ranks(self._group))
         planned = (tensor for bucket in whole.buckets for tensor in bucket.tensors)

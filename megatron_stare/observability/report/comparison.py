@@ -183,7 +183,7 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the default settings of the configuration's method, or None if the method is unknown
     or its class cannot be imported.
 
-    Imports the method's class and therefore torch. The rest of the report does not need torch.
+    Imports the method's class, and therefore torch. No other part of the report needs torch.
     """
     algorithm = config.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm

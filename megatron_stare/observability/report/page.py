@@ -1,10 +1,10 @@
 """Writes the run report, one self-contained HTML file about the training of one or more runs.
 
 Turns the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl) into
-report.html. The file loads nothing else, so it can be mailed, archived and opened offline. This
-module prepares the content. `page.html.jinja` arranges the content. The page begins with a first
-screen. The sections below the first screen are folded, and a reader can unfold each section.
-Without JavaScript, a browser shows everything except the token view.
+report.html. The report loads no other file, so it can be mailed, archived and opened offline. This
+module prepares the content. `page.html.jinja` arranges the content. The first screen of the page
+shows the outcome of the runs. The sections below the first screen are folded, and a reader can
+unfold each section. Without JavaScript, a browser shows everything except the token view.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class RemainingTime:
         self._seen = 0
 
     def add(self, seconds: float) -> None:
-        """Adds the duration of a step."""
+        """Adds the duration of a step to the moving average."""
         if not math.isfinite(seconds) or seconds < 0:
             return
         if self._seen == 1:
@@ -187,7 +187,7 @@ class StepPrinter(RunDisplay):
         self._write("  ".join(column for column in columns if column))
 
     def _supervised(self, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the columns for a run without rewards."""
+        """Returns the columns that a step's line contains only in a run without rewards."""
         if "reward" in self._shown:
             return []
         return [

@@ -2,8 +2,8 @@
 position).
 
 The noise of a response therefore does not depend on the batch, on the engine, or on a restart. The
-noise keys are computed from the requests. The caller, decode.py, passes logits and gets back tokens
-and log-probs.
+noise key of a response is computed from the seed, the step, the prompt cursor and the sample index.
+The caller, decode.py, passes logits and gets back tokens and log-probs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _BLOCK = 1 << 22
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Returns the noise keys [B], one key per row. A key does not depend on the position of a
-    token. The function `uniforms` mixes the position into the key.
+    """Returns the noise keys [B], one key per response. A key does not depend on the position of a
+    token. The function `uniforms` mixes the token's position into the key.
 
     Args:
-        step: step in which a response began, one number for all rows or [B].
+        step: step in which a response began, one number for all responses or [B].
     """
     key = absorb(np.zeros(len(cursors), dtype=np.uint64), seed)
     key = absorb(key, step)
@@ -42,8 +42,8 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
 
     Args:
         keys: [B], from row_keys.
-        position: position of the token in its response, counted from 0, one number for all rows or
-            [B].
+        position: position of the token in its response, counted from 0, one number for all
+            responses or [B].
     """
     return torch.from_numpy((absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
@@ -51,12 +51,12 @@ def uniforms(keys: NDArray[np.uint64], position: int | Sequence[int] | NDArray[n
 def absorb(
     state: NDArray[np.uint64], word: int | Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.uint64]:
-    """Mixes `word` into the states [B] with splitmix64. `word` is a vector [B], or one number for
-    all rows.
+    """Mixes `word`, a 64-bit integer, into each of the hash states [B] with splitmix64. `word` is a
+    vector [B], or one number for all states.
 
-    For each fixed word, this function is a bijection on the states. For each fixed state, this
-    function is a bijection on the words. Noise keys that differ in exactly one component (such as
-    the step) therefore never collide.
+    If `word` is fixed, `absorb` is a bijection from the old states to the new states. If the old
+    state is fixed, `absorb` is a bijection from the values of `word` to the new states. Noise keys
+    that differ in exactly one component (such as the step) therefore never collide.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1

@@ -40,8 +40,8 @@ class _Writer:
         self._experts: dict[str, Tensor] = {}
 
     def add(self, experts: Tensor | None, **columns: Tensor) -> dict[str, Any]:
-        """Appends the columns of a response or an answer. Returns the index entry that a reader
-        needs to find the appended columns."""
+        """Appends the columns of a trajectory or of an engine's answer to the concatenated columns.
+        Returns the index entry that a reader needs to find the appended columns."""
         for name, column in columns.items():
             self._parts[name].append(column)
         where: dict[str, Any] = {"length": len(columns["tokens"])}
@@ -64,7 +64,8 @@ class _Reader:
         self._read = dict.fromkeys(COLUMNS, 0)
 
     def next(self, where: dict[str, Any], *names: str) -> Iterator[Any]:
-        """Yields, for one index entry, the columns that `names` lists, then the routed experts."""
+        """Reads the columns of the index entry `where`. Yields the columns in the order of `names`,
+        and then the routed experts, or None if the entry has no routed experts."""
         for name in names:
             start, end = self._read[name], self._read[name] + where["length"]
             if end > len(self._tensors[name]):

@@ -48,8 +48,8 @@ def make_source(
     progress: Progress,
     idle: Callable[[], None],
 ) -> SynchronousSource | AsynchronousSource:
-    """Makes the rollout source that the configuration describes. Only SynchronousSource uses
-    `idle`, because the engines of AsynchronousSource do not become idle."""
+    """Makes the rollout source that the configuration describes. Only a SynchronousSource calls the
+    callback `idle`, because the engines of an AsynchronousSource do not become idle."""
     rollout = config.rollout
     masked_from = rollout.stale_from if rollout.stale_tokens == "mask" else None
     if rollout.staleness is None:
@@ -68,8 +68,8 @@ def make_source(
 
 
 def check_staleness(config: Config, method: Method) -> None:
-    """Raises ConfigError if the settings for tokens of older weights contradict each other or other
-    settings."""
+    """Raises ConfigError if the settings for tokens that older weights sampled contradict each
+    other, or contradict other settings."""
     rollout, cut = config.rollout, config.partial.tokens is not None
     if cut:
         check_partial(config)

@@ -118,8 +118,8 @@ def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:
-    """Returns a copy of `shape` with the block's numbers of query heads and key/value heads. A
-    block may contain only some of the layer's query groups."""
+    """Returns a copy of `shape` in which the numbers of query heads and key/value heads are those
+    of the block. A block may contain only some of the layer's query groups."""
     groups = (block.hf[1].stop - block.hf[1].start) // shape.head_dim
     return replace(shape, kv_heads=groups, heads=groups * (shape.heads // shape.kv_heads))
 

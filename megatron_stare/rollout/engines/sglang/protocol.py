@@ -48,8 +48,9 @@ def check_version(version: str, where: str) -> None:
 
 
 def check_hashes(version: str, where: str) -> None:
-    """Raises SGLangError if the server's release hashes 8-bit weights in a form that was never
-    compared with the trainer's hashes."""
+    """Raises SGLangError if the server does not run the newest supported release of SGLang. The
+    server's hashes of 8-bit weights were compared with the trainer's hashes for the newest
+    supported release only."""
     if version != SUPPORTED_VERSIONS[-1]:
         raise SGLangError(
             f"the server runs SGLang {version}, whose hashes of 8-bit weights were never compared",
@@ -81,15 +82,16 @@ def check_precision(
     kv_cache_dtype: str | None = None,
     quantization: str | None = None,
 ) -> None:
-    """Raises ConfigError if a server has weights or a key/value cache of fewer than 16 bits that
-    the run does not expect, or lacks those that the run expects. Rounding errors could otherwise
-    not be distinguished from wrong weights.
+    """Raises ConfigError if the server's quantization differs from `quantization`, or if the
+    server's key/value cache does not have the dtype `kv_cache_dtype`. Without this check, rounding
+    errors could not be distinguished from wrong weights.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain
             dashes or underscores.
         kv_cache_dtype, quantization: the settings `sglang.kv_cache_dtype` and
-            `sglang.quantization`, which determine the limits of the log-prob difference.
+            `sglang.quantization`, which determine the limits of the log-prob difference. If a
+            setting is None, the server must use at least 16 bits.
     """
     weights, cache = (
         str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
@@ -132,12 +134,13 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
     from the model. Also raises ConfigError for every speculative algorithm except NGRAM, because a
     weight sync to a server with a draft model was never tried.
 
-    The run compares only the log-probs of server and trainer. For every token that a server
-    returns, the server reports the model's log-prob of this token. The reported log-prob is correct
-    even if the token was not sampled from the model. A comparison of log-probs therefore cannot
-    detect wrongly sampled tokens. On CPUs, SGLang verifies drafts by taking the likeliest token,
-    whatever the temperature is (eagle_utils.py, 0.5.23). On CUDA, speculative decoding returns
-    exact samples if both acceptance thresholds are 1.
+    To check the tokens of a server, the run compares only log-probs: those of the server and those
+    of the trainer. For every token that a server returns, the server reports the model's log-prob
+    of this token. The reported log-prob is correct even if the token was not sampled from the
+    model. A comparison of log-probs therefore cannot detect wrongly sampled tokens. On CPUs, SGLang
+    verifies drafts by taking the likeliest token, whatever the temperature is (eagle_utils.py,
+    0.5.23). On CUDA, speculative decoding returns exact samples if both acceptance thresholds are
+    1.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain
@@ -191,8 +194,9 @@ def sampling_fields(
     max_new_tokens: int | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Returns a value for every sampling field that affects a response. The server therefore never
-    uses a default value of its SGLang release or of the model folder.
+    """Returns the sampling parameters of a request, with a value for every parameter that affects
+    the response. The server therefore never uses a default value of its SGLang release or of the
+    model folder.
 
     The distribution is truncated only in evaluation, and only by top-p. In training, a truncated
     sampling distribution would differ from the trainer's distribution. Top-k is set only for greedy

@@ -91,8 +91,8 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
 
 
 def check_attached(config: Config) -> None:
-    """Raises ConfigError if settings contradict the running servers in `sglang.urls`, or if a key
-    for these servers is missing."""
+    """Raises ConfigError if settings contradict the running servers in `sglang.urls`, or if the API
+    key is missing although one of these servers is not on loopback."""
     elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
     if elsewhere and not os.environ.get(API_KEY_VARIABLE):
         raise ConfigError(
