@@ -1,5 +1,6 @@
-"""Parts that all policy-gradient methods share. Filters run before the statistics are computed.
-Add-ons change the rewards or add terms to the policy loss.
+"""Defines PolicyGradient, the base class with the settings and the add-ons that all policy-gradient
+methods share. Filters run before the statistics are computed. Add-ons change the rewards or add
+terms to the policy loss.
 
 A subclass must define `policy_loss`, and can define `filters`, `asks` and `control`. The add-ons of
 this file (truncation, length penalties, importance correction, KL to a reference, entropy bonus)
@@ -84,9 +85,10 @@ class PolicyGradient(Method):
     `length_norm`: the constant L_max, in tokens, of the two 'dr_grpo' aggregations.
     `truncated`: the treatment of responses that are cut off at the length limit (see shaping.py).
     `equal_groups`: the treatment of prompt groups in which all rewards are equal. With 'keep', the
-        tokens of these groups count in the loss, in N and in entropies. With 'mask', the tokens of
-        these groups count neither in the loss nor in N nor in entropies. The setting 'mask' acts
-        like Skywork-OR1's code, which drops these groups and does not refill the batch.
+        tokens of prompt groups with equal rewards count in the loss, in N (the divisor of the loss)
+        and in entropies. With 'mask', the tokens of prompt groups with equal rewards do not count
+        in the loss, in N or in entropies. The setting 'mask' acts like Skywork-OR1's code, which
+        drops prompt groups with equal rewards and does not refill the batch.
     `overlong`: DAPO's soft overlong punishment, or null.
     `length_penalty`: Group Relative Overlong Punishment (GROP), or null.
     `correction`: the importance correction from the rollout policy to the training policy, or null.
@@ -213,8 +215,8 @@ class PolicyGradient(Method):
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """Returns requests for the statistics that the method needs in addition to the statistics
-        of the filters and add-ons. The argument `kept` is a copy of `batch`. In this copy, the loss
-        mask excludes all tokens that the filters removed."""
+        of the filters and add-ons. The argument `kept` is a copy of `batch` whose loss mask
+        excludes all tokens that the filters removed."""
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
@@ -242,7 +244,8 @@ class PolicyGradient(Method):
 
     @abstractmethod
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        """Returns the loss [N] of the tokens that the filters kept, before the add-ons."""
+        """Returns one loss per token, [N], before the add-ons. Only the losses of the tokens that
+        the filters kept are used."""
 
     def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         kept = self.narrowed(batch, statistics).kept

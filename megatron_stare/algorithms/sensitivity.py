@@ -11,9 +11,10 @@ probability of the sampled token.
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
-A step therefore lowers the entropy at U+, the common tokens (s < s*) of positive advantage, and at
-L-, the rare tokens (s > s*) of negative advantage. A step raises the entropy at U-, the common
-tokens of negative advantage, and at L+, the rare tokens of positive advantage. The critical
+A token is common if s < s*, and rare if s > s*. U+ contains the common tokens with positive
+advantage, and U- contains the common tokens with negative advantage. L+ contains the rare tokens
+with positive advantage, and L- contains the rare tokens with negative advantage. A step lowers the
+entropy at the tokens of U+ and L-, and raises the entropy at the tokens of U- and L+. The critical
 surprisal s* depends on the whole distribution at a position. All functions work elementwise on [N]
 positions, without host synchronisation.
 
@@ -104,14 +105,15 @@ _HALLEY_STEPS = 12  # converges cubically; six steps reach double precision for 
 
 
 def second_moment(sum_p2: Tensor, sum_p2_log_p: Tensor, entropy: Tensor) -> Tensor:
-    """Returns S2, [N], from the sums of p^2 and of p^2 ln p over the vocabulary. The exact S2 is
-    never negative. If rounding makes the computed S2 negative, the function returns 0."""
+    """Returns S2, [N], which is the sum of p^2 (ln p + H) over the vocabulary. The arguments are
+    the sums of p^2 and of p^2 ln p over the vocabulary, and the entropy H. Without rounding errors,
+    S2 is never negative. If rounding makes the computed S2 negative, the function returns 0."""
     return (sum_p2_log_p + entropy * sum_p2).clamp_min(0)
 
 
 def sensitivity(log_prob: Tensor, entropy: Tensor, s2: Tensor) -> Tensor:
-    """Returns Phi of the sampled tokens, [N]. For advantage 1, Phi is the rate at which the entropy
-    falls per unit step."""
+    """Returns the entropy sensitivity Phi of the sampled tokens, [N]. For advantage 1, Phi is the
+    rate at which the entropy falls per unit step."""
     return log_prob.exp() * (log_prob + entropy) - s2
 
 
@@ -147,8 +149,8 @@ def is_rare(phi: Tensor) -> Tensor:
 
 
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
-    """Returns the masks of U+, L+, U- and L- among the tokens in the loss mask, [N] bool each. A
-    token with advantage 0 is in none of the four sets."""
+    """Returns four masks, [N] bool, one for each of the sets U+, L+, U- and L-. A token that has
+    advantage 0 or is outside the loss mask is in none of the four sets."""
     rare = is_rare(phi)
     plus, minus = batch.loss_mask & (batch.advantage > 0), batch.loss_mask & (batch.advantage < 0)
     return dict(
@@ -157,8 +159,8 @@ def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
 
 
 def sensitivity_of(batch: TokenBatch) -> Tensor:
-    """Returns Phi of a batch's tokens, [N]. Raises ValueError if the batch lacks sum_p2 or
-    sum_p2_log_p."""
+    """Returns the entropy sensitivity Phi of a batch's tokens, [N]. Raises ValueError if the batch
+    lacks sum_p2 or sum_p2_log_p."""
     return sensitivity(batch.old_log_prob.detach(), batch.entropy, _second_moment_of(batch))
 
 
@@ -255,8 +257,9 @@ class EntropyForecast:
 
 
 def neutral_weight(decrease: Tensor, increase: Tensor) -> Tensor:
-    """Returns W* = 1 + Lambda / Gamma, the weight on L+ with which the entropy would not change.
-    Returns NaN if the tokens of L+ do not raise the entropy.
+    """Returns the weight W* = 1 + Lambda / Gamma. If the advantages of the tokens in L+ were
+    multiplied by W*, a step would not change the entropy. Returns NaN if the tokens of L+ do not
+    raise the entropy.
 
     Args:
         decrease: Lambda, the sum of A Phi over the batch.

@@ -48,13 +48,12 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 
 @dataclass(frozen=True)
 class StateProof:
-    """Numbers that characterise the state of all ranks together. Two equal states yield the same
-    numbers.
+    """Fingerprint of the state of all ranks together. Equal states have equal fingerprints.
 
     `log_probs`: maps the name of each policy to its log-probs of a canary batch, [N] in canonical
         order, nats.
-    `sums`: maps each tensor's name to two sums over all elements of the tensor. The first sum adds
-        the absolute values, and the second sum adds the squares.
+    `sums`: maps each tensor's name to two numbers: the sum of the absolute values of the tensor's
+        elements, and the sum of the squares of the tensor's elements.
     `counts`: maps the name of each step counter to the counter's value.
     """
 
@@ -139,8 +138,8 @@ class TrainerGroup:
 
     def log_probs(self) -> Tensor:
         """Returns the log-probs of the last batch's response tokens, [N] in canonical order, nats.
-        The log-probs were computed before the updates on this batch. A log-prob is NaN if the
-        token's loss mask is 0."""
+        The log-probs are those of the policy before its updates on the last batch. A log-prob is
+        NaN if the token's loss mask is 0."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
@@ -150,7 +149,8 @@ class TrainerGroup:
 
     def token_numbers(self) -> list[TokenNumbers]:
         """Returns the per-token numbers that the last batch's updates computed for the samples in
-        `watched` (see `update`). A rank can contribute several entries to the list, or none."""
+        `watched` (see `update`). The returned list can contain several entries of one rank, or
+        none."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
@@ -265,7 +265,7 @@ class TrainerGroup:
         return ", ".join(sorted(set(self._workers.call("place"))))
 
     def prove(self, batch: RolloutBatch) -> StateProof:
-        """Computes numbers that characterise the policy, the refreshed reference policy and the
+        """Computes a fingerprint of the policy, of the refreshed reference policy and of the
         optimizer state. Does not change `last_batch`."""
         found = self._deal("prove", batch, self._plan(batch))
         log_probs: dict[str, Tensor] = {}
@@ -298,8 +298,8 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
-        """Returns True if no rank is still writing its part of the checkpoint. A rank that failed
-        to write its part is no longer writing."""
+        """Returns True if every rank has either written its part of the checkpoint or failed to
+        write its part."""
         return all(self._workers.call("saved"))
 
     def wait_saved(self, timeout_s: float | None = None) -> None:
@@ -336,7 +336,7 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns the results of a rank as a list, after the rank has sent weights. The list contains
+    """Returns, as a list, the results that a rank returned after it sent weights. The list contains
     either one result for all engines or one result for each engine."""
     return told if isinstance(told, list) else [told]
 
@@ -382,8 +382,8 @@ class Runner(Protocol):
 
 
 class TrainerWeights(WeightStream):
-    """Weight stream of the trainer's ranks. Either the ranks themselves send the weights to a
-    target, or the stream yields the weights bucket by bucket from rank 0.
+    """Weight stream of the trainer's ranks. `send_to` makes the ranks send the weights directly to
+    a SyncTarget. `buckets` instead yields the weights from rank 0, bucket by bucket.
 
     Args:
         layouts: layouts of the buckets, in order.
@@ -400,15 +400,17 @@ class TrainerWeights(WeightStream):
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
         """See WeightStream. Starts a call of `prepare_weights` on every rank, and returns without
-        waiting for the calls. If the engines do not share the trainer's devices, the ranks also
-        gather their first bucket."""
+        waiting for the calls. The call prepares a rank to send weights. If the engines do not share
+        the trainer's devices, the call also gathers the first bucket of the rank's pipeline
+        stage."""
         self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """See WeightStream. All ranks prepare their weights at the same time. If the target allows
         only one sender at a time, each pipeline stage waits until the previous stage has sent its
-        weights. In this case, the ranks that own experts send their experts after the last pipeline
-        stage, one rank after another."""
+        weights. If `target.owners_send` is True, each rank sends its own experts in a separate
+        call. If the target allows only one sender at a time, these separate calls follow the last
+        pipeline stage, one rank after another."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None

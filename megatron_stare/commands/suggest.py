@@ -52,9 +52,10 @@ def run_suggest(args: argparse.Namespace) -> None:
 def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
     """Computes the facts about a run's steps that the suggestion needs.
 
-    In a run of STARE, L+ and L- are the sets of tokens that STARE selected. In a run of another
-    method, a token is rare if its surprisal is above the critical surprisal. L+ then contains the
-    rare tokens with positive advantage, and L- contains the rare tokens with negative advantage.
+    In a run of STARE, L+ and L- are the sets of tokens that STARE selected. In a run of any method
+    other than STARE, L+ contains the rare tokens with positive advantage, and L- contains the rare
+    tokens with negative advantage. In these runs, a token is rare if its surprisal is above the
+    critical surprisal.
 
     Raises:
         UserError: there are too few steps, or the steps have no forecast.
@@ -103,8 +104,8 @@ def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 def _gain(rows: Sequence[Mapping[str, float]], side: str) -> float:
     """Returns the mean of G+ over the training steps if `side` is "plus", and the mean of G- if
-    `side` is "minus". Both means are in nats per unit step in the logits. See
-    planning/suggestion.py for G+ and G-."""
+    `side` is "minus". G+ and G-, which planning/suggestion.py defines, are in nats per unit step in
+    the logits."""
     selected = [
         -row[f"forecast/a_phi_{side}"] / row[TOKENS]
         for row in rows

@@ -52,8 +52,8 @@ def load_config(
     before_method: Callable[[], object] = lambda: None,
     beneath: Sequence[Layer] = (),
 ) -> Config:
-    """Reads `source` and the layers beneath it, applies the overrides `key.sub=value`, and
-    validates the result.
+    """Merges the configuration layers `beneath` and the layers of `source`, applies the overrides
+    `key.sub=value`, and validates the result.
 
     Args:
         source: a file, the name of a configuration that ships with the package, or the sections
@@ -74,8 +74,8 @@ def load_config(
 
 
 def load_section(path: str | Path, name: str) -> Any:
-    """Returns one section of a configuration, merged from a file and the layers beneath the file.
-    The other sections are not checked.
+    """Returns one section of a configuration file, merged with the same section of the
+    configuration layers beneath the file. Does not check the configuration's other sections.
 
     Raises:
         ConfigError: a file is missing or is not valid YAML, or a value of the section is wrong.
@@ -221,7 +221,8 @@ _ELSEWHERE = {
 def _elsewhere(name: str) -> list[str]:
     """Returns the dotted names of the settings that a user probably meant by the unknown name
     `name`. If `name` is a setting of another training library, returns the corresponding setting of
-    this project. Otherwise returns the settings called `name` in all sections."""
+    this project. If `name` is not known from another training library, returns the settings called
+    `name` in all sections of this project's configuration."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
     return _having(name, Config)
@@ -248,12 +249,14 @@ def _dotted(name: str, value: Any) -> list[str]:
 
 
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
-    """Returns the source of the highest layer that sets the faulty setting.
+    """Returns the source (a file or an override) of the highest configuration layer that sets the
+    faulty setting.
 
-    Several layers can set parts of the same section. If the fault concerns a whole section, returns
-    the source of the highest layer that causes the error. A layer causes the error if the merge of
-    all lower layers is free of this error. If no layer sets the faulty setting, returns the source
-    of the highest layer that is not an override.
+    Several configuration layers can set parts of the same section. If the fault concerns a whole
+    section, returns the source of the highest configuration layer that causes the error. A
+    configuration layer causes the error if the error does not occur in the merge of all lower
+    layers. If no configuration layer sets the faulty setting, returns the source of the highest
+    configuration layer that is not an override.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

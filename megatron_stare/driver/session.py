@@ -274,7 +274,7 @@ class Session:
 
     def _open_demonstrations(self) -> None:
         """Creates the source of demonstrations. If there are held-out demonstrations, also creates
-        the part that logs the held-out loss."""
+        a HeldOutLoss object, which logs the loss on the held-out demonstrations."""
         self.rollouts = Demonstrations(
             self.source,
             self.config.batch.prompts,
@@ -350,8 +350,8 @@ class Session:
 
     def _continue(self, restored: Path | None) -> None:
         """If there is a checkpoint to resume from, loads the checkpoint and logs the step after
-        which the run continues. Removes later steps from the record of a resumed run only after
-        the load, so that a start that fails loses no step."""
+        which the run continues. Removes the steps after the checkpoint from the record of a resumed
+        run. The removal comes after the load, so a failed load removes no step from the record."""
         if restored:
             with offering_older(restored):
                 self.checkpoints.load(restored)
@@ -388,8 +388,9 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yields the number of each remaining step of the run. After the caller has processed a
-        step, this method checks the step with the guards. This method also saves a checkpoint if a
-        checkpoint is due, and evaluates the policy if an evaluation is due.
+        step, this method lets the guards (driver/guards.py) check the step's metrics. This method
+        also saves a checkpoint if a checkpoint is due, and evaluates the policy if an evaluation is
+        due.
 
         Raises:
             RollBack: the run must continue from its newest checkpoint and leave out the prompts of

@@ -194,8 +194,8 @@ class ChatFormat:
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
         """Returns the token ids of a context, followed by the policy's turn after this context. The
-        turn has the form in which the template renders earlier turns: without the turn's thinking,
-        and without the ids that `left_out` returned.
+        template renders earlier turns without their thinking, so the result contains neither the
+        turn's thinking nor the ids that `left_out` returned.
 
         Args:
             text: text of the turn.
@@ -240,8 +240,8 @@ class ChatFormat:
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
         """Searches a rendered text for a special token, and returns the positions at which the
         token starts and ends. The search begins at a given position and stops at the first special
-        token. The caller must pass a position inside a turn. The first special token that follows
-        this position is then the token that ends the turn."""
+        token. The caller must pass a position inside a turn, so that the first special token after
+        the position is the token that ends the turn."""
         found = [
             (at, at + len(token))
             for token in self._special
@@ -262,7 +262,7 @@ class ChatFormat:
 
 def encodable(text: str) -> str:
     """Returns the text with "?" for each half of a surrogate pair, which tokenizers and files
-    refuse. A service that cuts texts at UTF-16 units may send such a half."""
+    refuse. A service that cuts texts at UTF-16 units may send half of a surrogate pair."""
     return text.encode(errors="replace").decode()
 
 

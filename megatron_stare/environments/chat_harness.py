@@ -58,8 +58,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
     ) -> ProgramResult:
         """See `verifiers.v1.harness.Harness`. If the server refuses to sample a turn, the
-        conversation ends with exit code 1. A refusal may be an error, or may only mean that a limit
-        is reached. The library's trace of the conversation states which of the two happened."""
+        conversation ends with exit code 1. The server refuses if an error occurs or if a limit is
+        reached. The library's trace of the conversation states whether the server's refusal was an
+        error or a limit."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

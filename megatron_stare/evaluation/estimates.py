@@ -1,5 +1,5 @@
-"""Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. Also computes a
-confidence interval for the mean of results over problems. All functions are pure.
+"""Estimates avg@k, pass@k and maj@k of one problem from its n sampled responses. `wilson_interval`
+computes a confidence interval for the mean of the results of all prompts. All functions are pure.
 
 Each estimate is an average over all ways to choose k of the n responses. Each estimate is therefore
 unbiased: the expected value of the estimate is the expected value of the metric for k new
@@ -82,8 +82,8 @@ def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
     """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses in
-    total, which come from the classes in `others` and from `silent`. At most `a` responses of a
-    draw come from the same class in `others`. The weight of a draw is the product of its classes'
+    total, which come from the classes in `others` and from `silent`. A draw contains at most `a`
+    responses of each class in `others`. The weight of a draw is the product of its classes'
     weights, divided by 1 + T. T is the number of classes in `others` whose count of responses in
     the draw equals `a`.
 
@@ -132,23 +132,24 @@ def wilson_interval(
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     In the formula, m = 1 + p (1 - p) / v, and v is the variance of the mean from
-    `mean_of_problems`. Let μ be the true mean. On average, p (1 - p) is smaller than μ (1 - μ) by
-    v. The 1 in the formula for m corrects this bias. Suppose that every result is 0 or 1, and that
-    no two prompts contain the same problem. In this case, the effective number m equals the number
-    N of results, and the interval is exactly Wilson's score interval.
+    `mean_of_problems`. Let μ be the true mean. The expected value of the estimate p (1 - p) is
+    smaller than the true value μ (1 - μ), by v. The summand 1 in the formula m = 1 + p (1 - p) / v
+    corrects the bias of p (1 - p). If every result is 0 or 1, and no two prompts contain the same
+    problem, the effective number m equals the number N of results, and the interval is exactly
+    Wilson's score interval.
 
-    A prompt's result can be the share of right responses among several responses to the prompt.
-    Such a share varies less than the result of a single response, which is 0 or 1. If the results
-    are shares of right responses, the effective number m of results is therefore larger than the
-    effective number G of problems. The estimate of m - G is unreliable if there are few problems.
-    The estimate of m - G is also unreliable if the mean is near 0 or 1, because the estimate then
-    depends only on the few results between 0 and 1. For these two reasons, the function reduces m
-    if m is larger than G. The reduction multiplies the difference m - G by the smaller of w and
-    (z/t)². The weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs five
-    right and five wrong results. The number t is the (1 + level)/2 quantile of Student's t
-    distribution with G - 1 degrees of freedom. If all results are equal, the function uses G as the
-    effective number m. A simulation in tests/evaluation/test_coverage.py measures how often the
-    interval contains the true mean.
+    A prompt's result can be the share of right responses among several responses to the prompt. The
+    share of right responses to a prompt varies less than the result of a single response, which is
+    0 or 1. If the results are shares of right responses, the effective number m of results is
+    larger than the effective number G of problems. The estimate of the difference m - G is
+    unreliable if there are few problems. If the mean is near 0 or 1, the estimate of the difference
+    m - G is also unreliable, because only the few results between 0 and 1 determine the estimate.
+    If m is larger than G, the function therefore multiplies the difference m - G by a factor, and
+    adds the product to G. The factor is the smaller of w and (z/t)². The weight w is min(1, G
+    min(p, 1 - p)/5), because a normal approximation needs five right and five wrong results. The
+    number t is the (1 + level)/2 quantile of Student's t distribution with G - 1 degrees of
+    freedom. If all results are equal, the function uses G as the effective number m. A simulation
+    in tests/evaluation/test_coverage.py measures how often the interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.
@@ -187,8 +188,8 @@ def mean_of_problems(
     problem g. The effective number of problems is G = N² / Σ_g n_g² (Kish, Survey Sampling, 1965).
     If all problems have the same number of prompts, G is the number of problems. If some problems
     have more prompts than others, G is smaller than the number of problems. The variance of the
-    mean is G/(G - 1) Σ_g e_g² / N². If all problems have the same number of prompts, this is the
-    formula of Liang and Zeger (Biometrika 73, 1986).
+    mean is G/(G - 1) Σ_g e_g² / N². If all problems have the same number of prompts, the formula
+    for the variance is the formula of Liang and Zeger (Biometrika 73, 1986).
 
     Args:
         values: one value per prompt, at least one value.
@@ -215,9 +216,9 @@ def student_quantile(level: float, degrees: float) -> float:
     """Returns a two-sided quantile of Student's t distribution. A random variable T that has this
     distribution lies between -t and t with probability `level`, where t is the returned number.
 
-    With t = √ν tan θ, the probability of |T| <= t is c ∫_0^θ cos^(ν-1), where c = 2 Γ((ν + 1)/2) /
-    (√π Γ(ν/2)). The probability is a concave function of θ, so Newton's method never overshoots if
-    it starts at θ = 0.
+    With t = √ν tan θ, the probability that T lies between -t and t is c ∫_0^θ cos^(ν-1), where c =
+    2 Γ((ν + 1)/2) / (√π Γ(ν/2)). The probability is a concave function of θ, so Newton's method
+    never overshoots if it starts at θ = 0.
 
     Args:
         level: in (0, 1); 0.95 for an interval of 95 %.

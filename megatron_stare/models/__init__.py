@@ -136,7 +136,8 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
-    """Returns the family of a shape, even if the shape was read in another process."""
+    """Returns the model family that a model shape names. Loads the family's plug-in, if the family
+    has one and this process has not yet loaded the plug-in."""
     return family_named(shape.family, "the model's family")
 
 
@@ -214,6 +215,7 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
 
 
 def cost_of(shape: ModelShape) -> Callable[[int], float]:
-    """Returns a function that computes the work for a sequence from the sequence's length. Work and
-    length are in units of tokens; see ModelFamily.cost."""
+    """Returns a function that computes the work for a sequence from the sequence's length in
+    tokens. The unit of work is the work of the linear layers for one token (see
+    ModelFamily.cost)."""
     return partial(family_of(shape).cost, shape)

@@ -37,7 +37,8 @@ class Rule:
 
     If a checkpoint has separate tensors for q, k and v, or for `gate` and `up`, `hf` names each of
     these tensors. A checkpoint can instead have one fused tensor, which is the concatenation of q,
-    k and v, or of `gate` and `up`. In this case, `hf` names only the fused tensor.
+    k and v, or of `gate` and `up`. For a fused tensor, `hf` contains only the name of the fused
+    tensor.
     """
 
     megatron: str
@@ -48,13 +49,14 @@ class Rule:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the Hugging Face tensors that contain the parts of the Megatron parameter, such
-        as q, k and v. There is one name for each part, in the order of the parts. The name of a
-        fused tensor is repeated for each of its parts."""
+        as q, k and v. Each part of the Megatron parameter has one name in the result, in the order
+        of the parts. The name of a fused tensor is repeated for each of its parts."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
-        """Returns for each part of the Megatron parameter which rows [start, stop) of a Hugging
-        Face tensor contain the part. The property `sources` names this tensor.
+        """Returns, for each part of the Megatron parameter, the rows [start, stop) that the part
+        takes in its Hugging Face tensor. The property `sources` names the Hugging Face tensor of
+        each part.
 
         Args:
             rows: number of rows of each tensor in hf, or of each part.
@@ -166,12 +168,12 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
     """Splits this rank's shard of a Megatron tensor into blocks, one for each part in rule.sources.
     The Megatron tensor is a weight or a gradient.
 
-    To rebuild a part, concatenate the blocks that all ranks return for this part, along the
-    dimension rule.cut. If the layout is `replicated`, concatenation is not needed, because every
-    rank's block already contains the complete Hugging Face tensor. Blocks are views of the shard,
-    unless Megatron has split a query group over ranks. A block can have several leading dimensions
-    instead of one dimension of rows. Flattening these leading dimensions gives the block's rows in
-    order.
+    To rebuild a part of the Megatron tensor, concatenate the blocks that all ranks return for this
+    part, along the dimension rule.cut. If the layout is `replicated`, concatenation is not needed,
+    because every rank's block already contains the complete Hugging Face tensor. Blocks are views
+    of the shard, unless Megatron has split a query group over ranks. A block can have several
+    leading dimensions instead of one dimension of rows. Flatten the block's leading dimensions to
+    get the block's rows in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

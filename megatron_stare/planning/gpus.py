@@ -86,19 +86,21 @@ def named(name: str) -> Gpu:
 @dataclass(frozen=True)
 class Coefficients:
     """Coefficients of the model that predicts the time of a step. Each coefficient whose name ends
-    in `_mfu` or `_efficiency` is the share of a GPU's peak rate that a run reaches. The other
-    coefficients are times, or rates in bytes/s.
+    in `_mfu` or `_efficiency` is the share of a GPU's peak rate that a run reaches. Each
+    coefficient whose name ends in `_bytes_s` is a rate in bytes/s. The coefficients
+    `log_prob_moves`, `update_moves`, `decode_layer_s` and `fixed_s` are times.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
     `log_prob_moves`, `update_moves`: time of the operations other than matrix products, per token
-        and layer. The value 1 stands for the time that a GPU needs to move one hidden state through
-        its memory at full bandwidth. If `log_prob_moves` is 0, `log_prob_mfu` also accounts for the
-        time of operations other than matrix products. The same rule applies to `update_moves` and
-        `update_mfu`.
+        and layer. The unit of `log_prob_moves` and `update_moves` is the time that a GPU needs to
+        move one hidden state through its memory at full bandwidth. If `log_prob_moves` is 0,
+        `log_prob_mfu` also accounts for the time of operations other than matrix products. If
+        `update_moves` is 0, `update_mfu` also accounts for the time of operations other than matrix
+        products.
     `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.
     `decode_efficiency`: share of memory bandwidth that decoding reaches.
     `decode_layer_s`: seconds that each layer adds to a decoding step, whatever the batch size. If
-        `decode_layer_s` is 0, decode_efficiency covers the time of the layers too.
+        `decode_layer_s` is 0, `decode_efficiency` also accounts for the time that each layer adds.
     `link_efficiency`: share of link bandwidth that collectives reach.
     `sync_bytes_s`: bytes/s of a whole weight sync, including the time to gather and load the
         weights.
@@ -176,8 +178,8 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
     """Returns a copy of `start`, updated with the coefficients in `found`. Raises ConfigError if a
-    coefficient in `found` is a share of the GPU's peak rate and is above 1. In this case the run
-    must have used a faster GPU than the GPU that the user named."""
+    coefficient in `found` is a share of the GPU's peak rate and is above 1. A share above 1 means
+    that the run used a faster GPU than the GPU that the user named."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

@@ -43,9 +43,10 @@ class Attempts:
     When the number of counted restarts is equal to the setting `attempts`, the run is not restarted
     again. For each restart, this class stores the furthest step that the run had reached before the
     restart. When the run is `window_steps` steps beyond the stored step, the restart is no longer
-    counted. Repeated steps are therefore no progress. Suppose that, after every restart, a run dies
-    before its next checkpoint. Such a run repeats the same steps. All restarts of such a run stay
-    counted, so the run is restarted at most `attempts` times.
+    counted. Only steps beyond the stored step count as progress, so steps that a restarted run
+    repeats are no progress. Suppose that, after every restart, a run dies before its next
+    checkpoint, and therefore repeats the same steps. All restarts of a run that only repeats steps
+    stay counted, so the run is restarted at most `attempts` times.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:

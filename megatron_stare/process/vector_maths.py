@@ -12,8 +12,8 @@ later log-probs too. See https://github.com/pytorch/pytorch/issues/188792
 The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) call `settle` on import,
 before any of their code runs. MKL's choice of kernels is therefore fixed before torch starts a
 thread. Trainer ranks and engines import at least one of these packages. Every tool or benchmark
-with torch computations imports one of these packages, or calls `settle` itself. A server that loads
-this project's plug-in also calls `settle` on import. MKL keeps the choice of kernels in the
+that computes with torch imports one of these packages, or calls `settle` itself. A server that
+loads this project's plug-in also calls `settle` on import. MKL keeps the choice of kernels in the
 process's memory. A forked child inherits its parent's choice of kernels. A spawned child imports
 the package, and the import calls `settle`. Further calls of `settle` in the same process cost
 microseconds.
@@ -35,8 +35,8 @@ FUNCTIONS = (
 
 def settle() -> None:
     """Calls each function of FUNCTIONS once in float32 and once in float64. Each call computes an
-    array of one element. For such an array, torch uses one thread, so no other thread calls MKL at
-    the same time."""
+    array of one element. torch computes an array of one element in a single thread, so no other
+    thread calls MKL at the same time."""
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in FUNCTIONS:

@@ -92,8 +92,8 @@ def _columns(batch: Batch, keep: Callable[[np.ndarray], np.ndarray]) -> np.ndarr
 
 def share_of(batch: Batch, rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], np.ndarray]:
     """Returns a rank's share of a batch, and the indices that the share's rows have in the batch.
-    The rows are permuted and padded with NaN. Each rank has a padding of a different width. With
-    three or more ranks, rank 1 gets no row."""
+    The rows are permuted and padded with NaN. The number of padding columns differs from rank to
+    rank. With three or more ranks, rank 1 gets no row."""
     here = batch["mask"].shape[0]
     order = np.random.default_rng(here).permutation(here)
     holders = [each for each in range(ranks) if each != 1 or ranks < 3]

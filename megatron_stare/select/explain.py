@@ -55,9 +55,9 @@ class Row:
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
     def has(self, names: Sequence[str]) -> bool:
-        """Returns True if this response has all fields in `names`. If one of these fields is an
-        array and `mask` is known, returns True only if the policy sampled at least one token of the
-        response."""
+        """Returns True if this response has all fields in `names`. If a field in `names` is an
+        array and `mask` is known, returns True only if the policy also sampled at least one token
+        of the response."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)
@@ -253,13 +253,13 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
 
 
 def stability(rows: Sequence[Row], micro_batch: int) -> float:
-    """Returns the share of a batch's rare tokens that are still selected if the selection runs on
-    each micro-batch alone, as in STARE's public code. The share is a mean over PACKINGS shuffles of
-    the rows.
+    """Returns the share of a batch's rare tokens that are also rare if rare tokens are selected in
+    each micro-batch alone. STARE's public code selects rare tokens in each micro-batch alone. The
+    share is a mean over PACKINGS shuffles of the rows.
 
     Tokens of positive advantage and tokens of negative advantage are ranked separately by
-    surprisal. In each ranking, the fraction SHARE with the highest surprisal counts as rare
-    (arXiv 2606.19236, section 3.2).
+    surprisal. In each ranking, the tokens with the highest surprisal are rare. The constant SHARE
+    is the fraction of rare tokens in a ranking (arXiv 2606.19236, section 3.2).
     """
     whole = _rare(rows)
     number = sum(int(each.sum()) for each in whole)
@@ -369,8 +369,8 @@ def _leaked(rows: Sequence[Row]) -> float:
 
 
 def verdict(found: Sequence[Figure]) -> str:
-    """Returns one sentence that describes how the entropy changed. Without entropies, the sentence
-    describes how the surprisal changed."""
+    """Returns one sentence that describes how the entropy changed. If the dumps have no entropies,
+    the sentence describes how the surprisal changed."""
     curve = next((f for f in found[:2] if f.by_step), None)
     if curve is None:
         return "The dumps have neither entropies nor log-probs, so they show no collapse curve."

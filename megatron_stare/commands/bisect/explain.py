@@ -5,12 +5,13 @@ metrics of the steps.
 reproduces the record, `explain` checks whether the record contradicts the configuration. If the
 unchanged re-run does not reproduce the record, `explain` compares every re-run with the record,
 step by step. A change explains the record if the re-run with this change equals the record for more
-steps than the re-run without a change. The equal steps are counted from the first step to the first
-difference. If no change explains the record in this way, `explain` searches for a change that
-brings every figure (entropy, agreement and reward) close to the record. If the record is still not
-explained, `explain` checks the harmless changes, such as another layout. In a correct run, a
-harmless change alters the first step's metrics only by rounding errors. If the first step's metrics
-change by more than rounding errors, the run is not correct, and the change explains the record.
+steps than the re-run without a change. `explain` counts the steps before the first step that
+differs from the record. If no re-run with a change equals the record for more steps, `explain`
+searches for a change that brings every figure (entropy, agreement and reward) close to the record.
+If the record is still not explained, `explain` checks the harmless changes, such as another layout.
+In a correct run, a harmless change alters the first step's metrics only by rounding errors. If the
+first step's metrics change by more than rounding errors, the run is not correct, and the change
+explains the record.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class Line:
 
     `equal`: the number of steps before the first step whose metrics differ from the record.
     `medians`: each figure's median over the steps. A median is NaN if no step has a finite value.
-    `moved`: each figure's distance from its value in the unchanged steps, in standard errors.
-    `missed`: each figure's distance from its value in the record, in standard errors.
+    `moved`: for each figure, the distance between this re-run and the unchanged re-run, in standard
+        errors.
+    `missed`: for each figure, the distance between this re-run and the record, in standard errors.
     `breaks`: the names of the metrics whose values in the first step differ between this re-run and
         the unchanged re-run by more than rounding errors. If the change is not marked as harmless,
         `breaks` is empty.
@@ -97,8 +99,8 @@ class Explanation:
     """Result of a bisection.
 
     `reproduced`: true if the re-run without a change reproduces the record of all steps bit for
-        bit. If the run cannot be repeated bit for bit, `reproduced` is also true if entropy,
-        agreement and reward differ only by the run's noise.
+        bit. For a run that cannot be repeated bit for bit, `reproduced` is true if the re-run's
+        entropy, agreement and reward differ from the record only by the run's noise.
     `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
     `why`: the conclusion in a sentence.
@@ -239,9 +241,10 @@ def _line(
 
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
-    """Returns the number of equal steps at the beginning of two series of steps. Two steps are
-    equal if both have all metrics in FINGERPRINT, and if their common metrics have equal values.
-    The metrics in NOT_COMPARED, such as times, are ignored."""
+    """Compares two series of steps, step by step, and returns the number of steps before the first
+    difference. Two steps are equal if both have all metrics in FINGERPRINT, and if every metric
+    that both steps have has the same value in both. The metrics in NOT_COMPARED, such as times, are
+    ignored."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number

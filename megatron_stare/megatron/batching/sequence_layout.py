@@ -1,7 +1,8 @@
 """Lays out the sequences of a micro-batch over the ranks that compute the micro-batch together.
 
 Shape legend: a micro-batch has b rows and s positions. A packed micro-batch has one row with all
-tokens. This rank computes the log-probs of n response positions. The hidden size is H.
+tokens. The number n counts the response positions whose log-probs this rank computes. The hidden
+size is H.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Grid:
     """Records the sample and the token at each position of a micro-batch. `sample` [b, s] is -1 at
     padding. `token` [b, s] is the index of a position's token in its sample, counted from 0.
 
-    `shared`: the columns to feed to the model if a packed row repeats prompts, or None to feed all
-        positions.
+    `shared`: the columns of a packed row that are fed to the model, if the row repeats prompts. If
+        `shared` is None, all columns are fed to the model.
     """
 
     sample: Tensor
@@ -59,9 +60,10 @@ class SequenceLayout(ABC):
     """Assigns the tokens of sequences to positions and ranks. Micro-batches, the output layer and
     the reductions over ranks use a SequenceLayout.
 
-    The layout records the sample and the token of every position. Targets, masks and places in the
-    batch's canonical order are looked up by sample and token, so sequences can be split in any way.
-    Ranks that hold chunks of the same sequences receive the same share of the batch.
+    The layout records the sample and the token of every position. A position's sample and token
+    determine the position's target, loss mask and index in the batch's canonical order, so
+    sequences can be split in any way. Ranks that hold chunks of the same sequences receive the same
+    share of the batch.
     """
 
     @abstractmethod
@@ -104,8 +106,8 @@ class SequenceLayout(ABC):
     @abstractmethod
     def group(self) -> ProcessGroup | None:
         """Group of the ranks over which the batch's tokens are divided, or None if this rank holds
-        all tokens. Sums, maxima and selections over all tokens are computed with collectives in
-        this group."""
+        all tokens. Collectives in the group compute sums, maxima and selections over all tokens of
+        the batch."""
 
     @property
     def micro_batch_group(self) -> ProcessGroup | None:
@@ -124,7 +126,8 @@ class WholeSequences(SequenceLayout):
         row, padded on the right.
     `cut`: whether sequence parallelism is on.
     `multiple`: each micro-batch is padded until its number of positions is a multiple of this
-        value, so that the positions can be cut into parts.
+        value, so that context parallelism and sequence parallelism can divide the positions evenly
+        over ranks.
     `each`: each packed sequence is padded until its length is a multiple of this value.
     `uniform`: whether all micro-batches are padded to the shape of the largest micro-batch.
     `share_prompts`: whether the model is fed a prompt only once if several responses of a
@@ -193,7 +196,8 @@ class SplitSequences(WholeSequences):
 
     `data_group`: group of the ranks that hold different sequences, or different chunks of the same
         sequences.
-    `place`: decides which chunks of a sequence this rank of `context_group` holds.
+    `place`: the Zigzag object that defines which chunks of a sequence this rank of `context_group`
+        holds.
     """
 
     place: Zigzag = WHOLE

@@ -173,11 +173,12 @@ def _as_its_own(shared: SharedMappings, part: Any) -> Any:
     """Protects a checkpoint part in host memory against later changes, so that forked writers save
     the part's current values. Returns the part to save.
 
-    Ordinary memory is not copied here, because a fork copies ordinary memory on write. A part in
-    ordinary memory is returned as a tensor that uses the same memory and has exactly the part's
-    size. If this function returned a view of a larger tensor, Megatron would copy the view. Memory
-    that the rank and its writers share is copied, and so is pinned memory, which CUDA maps. If
-    shared memory and pinned memory were not copied, the writers could save values of the next step.
+    Ordinary memory (neither shared nor pinned) is not copied here, because a fork copies ordinary
+    memory on write. For a contiguous checkpoint part in ordinary memory, this function returns a
+    tensor on the same memory whose storage has exactly the part's size. If this function returned a
+    view of a larger tensor, Megatron would copy the view. Memory that the rank and its writers
+    share is copied, and so is pinned memory, which CUDA maps. If shared memory and pinned memory
+    were not copied, the writers could save values of the next step.
     """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part

@@ -1,8 +1,8 @@
 """Builds every rank of a layout on the meta device, and checks that the ranks together hold the
 model.
 
-The layout may need more hardware than this machine has. `faults` checks all ranks together. The
-checks of `faults` cover parameter names, the checkpoint, the weight stream, and the Hugging Face
+The layout may need more hardware than this machine has. The function `faults` checks all ranks
+together. `faults` checks parameter names, the checkpoint, the weight stream, and the Hugging Face
 tensors that the parameters form.
 """
 
@@ -132,8 +132,8 @@ def assumptions(
 def faults(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int
 ) -> list[str]:
-    """Describes the faults of a layout in words. The returned list is empty if the ranks together
-    hold the whole model.
+    """Returns a list of the faults of a layout, in words. The list of faults is empty if the ranks
+    together hold the whole model.
 
     Args:
         plans: plans of all ranks, in order.

@@ -4,8 +4,8 @@ their sizes in bytes.
 `plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds the requested
 rank, and does not derive it from another rank by symmetry.
 
-`build_parts` builds the embedding and the head of a model, and one layer of each kind.
-`stage_bytes` takes the result of `build_parts` and a layout, and computes how many bytes the first
+`build_parts` builds the embedding and the head of a model, and one layer of each kind. From a
+layout and the result of `build_parts`, the function `stage_bytes` computes how many bytes the first
 rank of a pipeline stage needs. Many layouts can use the same result of `build_parts`. All layers of
 a model are alike, except that leading dense layers differ from layers with experts. Every rank
 holds some layers. A rank of the first stage also holds the embedding, and a rank of the last stage
@@ -207,8 +207,8 @@ def _everything(
 
 def _state(chunks: list[nn.Module]) -> list[StatePart]:
     """Returns this rank's parts of the model's checkpoint, in the form that
-    megatron/checkpoint/checkpoint.py saves. If an expert's matrix or a gated matrix is saved in two
-    halves, both halves are included."""
+    megatron/checkpoint/checkpoint.py saves. If Megatron saves an expert's matrix or a gated matrix
+    in two halves, the result contains both halves."""
     parts = []
     with backend():
         for chunk in chunks:
@@ -251,8 +251,8 @@ class Parts:
 
 
 def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int) -> Parts:
-    """Builds the embedding, the head and one layer of each kind. Counts the elements of the
-    tensors."""
+    """Builds the embedding, the head and one layer of each kind, and counts the elements of every
+    tensor in them."""
     parallel = ParallelConfig(
         tensor=tensor, sequence=tensor > 1, expert=expert, data=expert // math.gcd(expert, tensor)
     )
@@ -306,8 +306,8 @@ def _chunk(
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Returns the element counts of the tensors in one chunk of a pipeline stage. The first result
     is a list with one tuple for each gradient bucket. The second result is one tuple with the
-    element counts of all expert tensors. If experts have no buffers of their own, the second result
-    is (), and the first result includes the expert tensors."""
+    element counts of all expert tensors. If the layout gives experts no gradient buffers of their
+    own, the second result is (), and the first result includes the expert tensors."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
     start = (chunk * stages + stage) * layers
@@ -344,8 +344,8 @@ def _share(tensors: Sequence[int], replicas: int | None) -> int:
     """Counts the elements that the first replica updates in a bucket.
 
     Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
-    per replica. The first replica updates the elements in the first part. The padding between the
-    aligned tensors is not counted as updated.
+    per replica. The first replica updates the elements in the first part of the bucket. The count
+    leaves out the padding between the aligned tensors.
     """
     if replicas is None:
         return sum(tensors)

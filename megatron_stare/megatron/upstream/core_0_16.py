@@ -45,8 +45,8 @@ def begin_save(
 
 class _LoadCommon(TorchCommonLoadStrategy):
     """Reads the non-tensor state of a checkpoint. Release 0.16 of megatron-core saves the
-    non-tensor state in a file. Release 0.19 saves the non-tensor state as an object among the
-    tensors."""
+    non-tensor state in a file. Release 0.19 saves the non-tensor state as one more entry of the
+    torch.distributed.checkpoint that contains the tensors."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():

@@ -6,10 +6,10 @@ For two run directories, rollouts.html shows the runs side by side. Like the rep
 loads no other file. The page and the report use the same token view (`token_view.*`) to show a
 response.
 
-The page contains the list of responses. It also contains the responses' texts and their per-token
-values, in compressed blocks. A block holds at most BLOCK responses, as gzipped JSON in base64. The
-browser decompresses a block only when a reader opens or searches its responses, so a page with tens
-of thousands of responses opens quickly.
+The page contains the list of responses. In compressed blocks, the page also contains the texts and
+the per-token values of the responses. A block holds at most BLOCK responses, as gzipped JSON in
+base64. The browser decompresses a block only when a reader opens or searches its responses, so a
+page with tens of thousands of responses opens quickly.
 """
 
 from __future__ import annotations
@@ -313,8 +313,9 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
     """Returns the whole list `blocks` if the total size of the list's elements is at most `room`.
-    An element is a block or a file. If the list is too large, returns the first element, and
-    further elements at even intervals as long as these elements fit."""
+    The elements of the list are blocks of responses or rollout files. If the list is too large,
+    returns the first element and some further elements, which are spread evenly over the list and
+    fit into `room`."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

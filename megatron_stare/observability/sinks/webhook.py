@@ -99,9 +99,8 @@ class Webhook(Sink):
 
     def _post(self, body: bytes, closing: Event) -> str:
         """Posts one alert, whose JSON text is `body`. Returns "" if the service accepted the alert.
-        If no attempt succeeded, returns the name of the last attempt's error. If this error has an
-        HTTP status, the returned text also contains the HTTP status. The returned text does not
-        contain the address."""
+        If no attempt succeeded, returns the name of the last attempt's error, followed by the
+        error's HTTP status if there is one. The returned text does not contain the address."""
         said = ""
         for attempt in range(self._attempts):
             if attempt:

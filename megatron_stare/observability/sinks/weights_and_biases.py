@@ -34,7 +34,7 @@ class WeightsAndBiases(Service):
 
     In W&B's online mode, a resumed run continues the same W&B run. W&B cannot continue an offline
     run, so each offline start is a separate W&B run. All offline W&B runs of one training run
-    belong to one W&B group. No step is logged in two of these W&B runs.
+    belong to one W&B group. Each training step is logged in only one of the W&B runs of a group.
 
     Args:
         project: W&B project.

@@ -1,12 +1,12 @@
-"""Decides whether the log-probs of the rollout engine and the trainer differ too much. Names the
-likely cause if the log-probs differ too much. Pure.
+"""Decides whether the log-probs of the rollout engine and the trainer differ too much. If the
+log-probs differ too much, this module also determines the likely cause. Pure.
 
 There are two comparisons. The rollout comparison covers the sampled tokens of every rollout, at the
 run's temperature. The canary is a fixed set of sequences. After every weight sync, the canary
-comparison compares the log-probs of the canary's tokens at temperature 1. The likely cause is
-inferred from two facts: which of the two comparisons shows a difference, and at which positions of
-the sequences the log-probs differ. The differences themselves are computed by the ranks that hold
-the trainer's log-probs (megatron/step/differences.py).
+comparison compares the engines' log-probs of the canary's tokens with the trainer's log-probs, at
+temperature 1. The likely cause is inferred from two facts: which of the two comparisons shows a
+difference, and at which positions of the sequences the log-probs differ. The differences themselves
+are computed by the ranks that hold the trainer's log-probs (megatron/step/differences.py).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, flo
     """Returns metrics of the log-prob differences. The metrics are the mean, the maximum, the
     quantiles, the mean over likely tokens, and the mean over unlikely tokens. Further metrics are
     the maximum for each range of token positions, and the maximum for each age of the weights that
-    sampled the tokens. The age is counted in steps.
+    sampled the tokens. The age of weights is a number of steps.
 
     Args:
         step: step of the rollout. Tokens that were sampled with the weights of the previous step
@@ -168,8 +168,8 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
 def canary_verdict(
     differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
 ) -> str | None:
-    """Names the likely cause if log-probs of the canary differ between engines and trainer. Returns
-    None if engines and trainer agree. `differences` has one element per engine.
+    """Returns a text with the likely cause if log-probs of the canary differ between engines and
+    trainer. Returns None if engines and trainer agree. `differences` has one element per engine.
 
     Args:
         engines: index of each engine; None: the engines have the indices 0, 1, and so on.
@@ -203,8 +203,8 @@ def canary_verdict(
 def rollout_verdict(
     sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits
 ) -> str:
-    """Names the likely cause if the canary's log-probs agree but the log-probs of sampled tokens
-    differ.
+    """Returns a text with the likely cause if the log-probs of sampled tokens differ between engine
+    and trainer, although the log-probs of the canary agree.
 
     Args:
         sampled: differences between engine and trainer, with the trainer's log-probs at the run's

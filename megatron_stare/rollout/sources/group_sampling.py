@@ -95,8 +95,8 @@ class Groups(ABC):
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
-        """Restores a serialized snapshot; see `kept`. Raises DataError if the snapshot cannot be
-        restored."""
+        """Restores a snapshot that a function from `kept` has serialized. Raises DataError if the
+        snapshot cannot be restored."""
         if kept:
             raise DataError(
                 "the checkpoint holds responses under way, but this run does not cut responses"
@@ -142,9 +142,9 @@ class InformativeGroups(Groups):
     is dropped. The comparison of rewards uses the verifier's rewards, not the shaped rewards.
     Prompts are sampled in rounds. The selection of groups does not depend on timing or on the
     length of responses. A complete group can be used only if all groups before it in canonical
-    order are complete too. The selection is final as soon as enough informative groups can be used.
-    When the selection is final, the sampling of all other groups is cancelled. Prompts that come
-    after the last used group return to the stream for the next step.
+    order are complete too. The selection is final as soon as the groups that can be used include
+    enough informative groups. When the selection is final, the sampling of all other groups is
+    cancelled. Prompts that come after the last used group return to the stream for the next step.
 
     If all rounds together yield too few informative groups, the step also includes some
     uninformative groups, in prompt order, so that the step has enough groups. The uninformative
@@ -180,8 +180,9 @@ class InformativeGroups(Groups):
     ) -> Collected:
         """See Groups. At the end of a round, this method returns the round's unused prompts to the
         stream. The unused prompts are all prompts that follow the prompt of the last used group.
-        The callback `settled` reports that the stream is no longer in use. This method may use the
-        stream until this method returns, and therefore never calls `settled`."""
+        The callback `settled` would tell the caller that this method no longer uses the stream.
+        This method may use the prompt stream at any time before it returns, and therefore never
+        calls the callback `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0

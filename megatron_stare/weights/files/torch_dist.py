@@ -230,7 +230,8 @@ class TorchDist:
         return None
 
     def _read(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> Tensor:
-        """Reads only the bytes of rows [start, stop) of the matrix at `index` in a chunk."""
+        """Reads rows [start, stop) of one matrix in a stored chunk, and no other bytes of the file.
+        `index` selects the matrix in the chunk."""
         at, part = self._find(chunk, index, start, stop)
         file = self.path / chunk.file
         data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
@@ -239,9 +240,9 @@ class TorchDist:
     def _find(
         self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int
     ) -> tuple[int, Tensor]:
-        """Finds rows [start, stop) of one matrix of a chunk. Returns the position of the rows'
-        first byte in the chunk's file. Also returns the rows as a meta tensor, which has a shape
-        but no data.
+        """Finds rows [start, stop) of one matrix in a stored chunk. Returns the position of the
+        rows' first byte in the chunk's file, and the rows as a meta tensor, which has a shape but
+        no data.
 
         Args:
             index: indices that select the matrix in the chunk.
@@ -255,8 +256,8 @@ class TorchDist:
         return first + int(part.storage_offset()) * part.itemsize, part
 
     def _skeleton(self, chunk: Chunk) -> tuple[Tensor, int]:
-        """Returns the chunk as a meta tensor, which has a shape but no data. Also returns the
-        offset in the file at which the chunk's data starts."""
+        """Returns the chunk as a meta tensor (with a shape but no data), and the offset in the file
+        at which the chunk's data starts."""
         if chunk not in self._stored:
             with (self.path / chunk.file).open("rb") as stream:
                 view = cast(IO[bytes], _create_file_view(stream, chunk.start, chunk.nbytes))

@@ -4,7 +4,7 @@ The format is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3), which SGLang 
 quantization method fp8 with `weight_block_size` [128, 128]. A matrix W [out, in] is cut into blocks
 of 128 x 128. A block b has the scale s_b = max |W_b| / 448 in float32, and its elements are stored
 as W_b / s_b in float8_e4m3fn, whose largest number is 448. Embeddings, output layer, routers, norms
-and biases are not rounded.
+and biases are not rounded to 8 bits.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def rounded(weight: Tensor) -> Tensor:
     """Returns the matrix [out, in] in bfloat16 with which a server computes after it has received
-    `quantized(weight)`. SGLang hashes 8-bit weights in this form (weight_checker_comparator.py,
-    0.5.23): elements times scales in float32, rounded to bfloat16."""
+    `quantized(weight)`. Before SGLang hashes 8-bit weights, SGLang also multiplies the elements by
+    the scales in float32 and rounds the products to bfloat16 (weight_checker_comparator.py,
+    0.5.23)."""
     elements, scales = quantized(weight)
     blocks = elements.view(len(scales), BLOCK, -1, BLOCK)
     found = torch.empty(blocks.shape, dtype=torch.bfloat16, device=weight.device)
@@ -86,9 +87,10 @@ def rounded(weight: Tensor) -> Tensor:
 def as_sent(
     bucket: Iterable[tuple[str, Tensor]], shape: ModelShape
 ) -> Sequence[tuple[str, Tensor]]:
-    """Rounds the matrices of a bucket. Returns the bucket's tensors as a server with 8-bit weights
-    receives them: scales first, then tensors that are not rounded, then elements. In this order,
-    every tensor of a flat buffer starts at a multiple of its dtype's size."""
+    """Rounds the matrices of a bucket. Returns the tensors that a server with 8-bit weights
+    receives for the bucket. The scales come first, then the tensors that are not rounded, then the
+    8-bit elements of the rounded matrices. In the order of the result, every tensor of a flat
+    buffer starts at a multiple of its dtype's size."""
     scales, others, elements = [], [], []
     for name, tensor in bucket:
         if rounds(name, shape):
