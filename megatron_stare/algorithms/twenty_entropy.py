@@ -8,9 +8,9 @@ tokens of highest entropy.
 The official code selects tokens in each micro-batch separately. This file selects the k tokens of
 largest entropy in the whole batch. TRL and the setting `denominator: all` divide the loss by the
 number of all tokens instead of the number of kept tokens, so the loss is about five times smaller.
-In the formula, N is the number of tokens with a nonzero advantage. According to the paper's text, N
-counts all response tokens, including tokens with advantage 0. The setting `candidates: all` follows
-the paper's text.
+In the formula for k, N is the number of tokens with a nonzero advantage. According to the paper's
+text, N counts all response tokens, including tokens with advantage 0. The setting `candidates: all`
+follows the paper's text.
 """
 
 from __future__ import annotations

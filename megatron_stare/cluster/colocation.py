@@ -12,8 +12,8 @@ be too small to hold the trainer and the servers at the same time.
 Optimizer state and KV cache are never on a device at the same time. Before each call, a rank loads
 the parts of the trainer that this call needs (Trainer.onload). This module decides when the trainer
 offloads, what the servers hold in memory, and when a lost server may restart. A lost server
-restarts only in the phases rollout and eval. The reason is that a server chooses the size of its
-cache when the server starts, according to the free device memory.
+restarts only in the phases rollout and eval, in which the trainer holds no device memory. At its
+start, a server chooses the size of its cache according to the free device memory.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def in_order(
     """Starts trainer and engines.
 
     Colocated servers start before the trainer is built, because a server chooses the size of its
-    cache when the server starts, according to the free device memory. After their start, the
-    servers release their memory to make room for the trainer.
+    cache when the server starts, according to the free device memory. The servers release their
+    memory after their own start, to make room for the trainer.
     """
     if not config.sglang.colocated:
         ranks = trainers()

@@ -35,8 +35,8 @@ from megatron_stare.rollout.fleet.retries import RequestRule
 
 
 class InlineWorkers(Workers):
-    """Workers that are objects in this process. A call runs at once, and its result serves as its
-    handle.
+    """Workers that are objects in this process. A call runs immediately, and the call's handle is
+    the result itself.
 
     Args:
         make: a function that creates a replacement for the worker with a given number. If `make` is
@@ -138,7 +138,7 @@ class InlineRunner:
         return []
 
     def pids_here(self) -> list[int]:
-        """See Runner. Returns [], because all workers are in this process."""
+        """See Runner. Returns an empty list, because no rank or engine has a process of its own."""
         return []
 
     def _trainers(self, run: ResolvedRun) -> TrainerGroup:
@@ -171,7 +171,8 @@ class InlineRunner:
         return Site(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """See Runner. Returns None, because the rank and the engines are in this process."""
+        """See Runner. Returns None, because no rank or engine has a process of its own that could
+        be lost."""
         return None
 
     def close(self) -> None:

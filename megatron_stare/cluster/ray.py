@@ -107,8 +107,8 @@ def _node_id() -> str:
 
 
 class Actor:
-    """Hosts one worker in a Ray actor. The function `method` calls the worker's method of a given
-    name. Only the actor is a Ray object, so the class of the worker needs no Ray code."""
+    """Hosts one worker in a Ray actor. `Actor.method` calls a method of the worker by name. Only
+    the actor is a Ray object, so the class of the worker needs no Ray code."""
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -490,11 +490,12 @@ def start_ray(config: Config) -> None:
 
 
 def _authenticate(address: str) -> None:
-    """Lets this process and its children send Ray's token if the head at `address` asks for a
-    token. `ray start` by hand asks for one if its user has one, and every run that starts Ray
-    itself leaves one. A cluster of scripts/ray_up.sh asks for none and sends none, and a driver
-    that asked for one would refuse the cluster's own calls, without which no actor starts. Does
-    nothing if RAY_AUTH_MODE is set."""
+    """Switches on Ray's token authentication in this process and its children if the head at
+    `address` asks for a token. A head that a user started with `ray start` asks for a token if the
+    user has a token. Every run that starts Ray itself leaves a token behind. By default, a cluster
+    that scripts/ray_up.sh started neither asks for tokens nor sends tokens. A driver with token
+    authentication would refuse the calls of such a cluster, so no actor would start. Does nothing
+    if RAY_AUTH_MODE is set."""
     if "RAY_AUTH_MODE" in os.environ:
         return
     try:
@@ -540,7 +541,7 @@ def cluster_nodes(resource: str) -> list[Node]:
 
 def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
     """Starts one actor on every live node. The actors reserve no resources and host no workers.
-    Returns the nodes' addresses, and the actors."""
+    Returns the address of each live node, and the actors in the same order."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     spots = [
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}

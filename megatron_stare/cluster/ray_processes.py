@@ -41,10 +41,10 @@ def half_started(error: BaseException) -> Any:
     there are no such processes.
 
     A failed start of Ray can leave processes behind. Without a call of `undo`, the processes left
-    behind keep running until this Python process ends. Ray keeps a record of these processes. After
-    a failed start, the record can be reached only through the traceback of `error`: a local
-    variable of a function in the traceback refers to the record. This function therefore searches
-    the traceback for the record.
+    behind keep running until this Python process ends. Ray keeps a record of the processes left
+    behind. After a failed start, the record can be reached only through the traceback of `error`: a
+    local variable of a function in the traceback refers to the record. This function therefore
+    searches the traceback for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
@@ -53,9 +53,9 @@ def half_started(error: BaseException) -> Any:
 
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
-    """Context manager around a shutdown of Ray. If an essential Ray process ended before the
-    shutdown, Ray leaves its worker processes running. In this case, the context manager waits after
-    the shutdown until the worker processes end, but at most LEFT_S seconds. The context manager
+    """Context manager for a `with` block that shuts Ray down. If an essential Ray process ended
+    before the shutdown, Ray leaves its worker processes running. After such a shutdown, the context
+    manager waits for the worker processes to end, but at most LEFT_S seconds. The context manager
     then kills the worker processes that have not ended."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []

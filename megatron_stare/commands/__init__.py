@@ -1,1 +1,2 @@
-"""Commands of the command line, except `plan`."""
+"""Implements the commands of the command line, except `plan`, which planning/command.py
+implements."""

@@ -32,7 +32,8 @@ class Columns(NamedTuple):
 
     `names`: all columns of the first row; a nested column has a dotted name, such as `a.b`.
     `prompt`, `answer`: the chosen columns.
-    `records`: the first rows, read with the chosen columns.
+    `records`: one Record for each of the first rows, with the prompt and the answer from the chosen
+        columns.
     """
 
     names: Sequence[str]
@@ -42,9 +43,9 @@ class Columns(NamedTuple):
 
 
 def guess_columns(path: str, prompt: str | None = None, answer: str | None = None) -> Columns:
-    """Finds the columns of prompt and answer. If the caller names a column, uses this column.
-    Otherwise tries usual column names in order, and takes the first column whose values have the
-    right type. The function checks only the first `ROWS` rows of the file.
+    """Finds the columns of prompt and answer. If the caller names a column, uses this column. If
+    the caller names no column, tries usual column names in order, and takes the first column whose
+    values have the right type. The function checks only the first `ROWS` rows of the file.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.

@@ -1,6 +1,6 @@
 """Encodes the text of a prompt into the token ids that the policy continues (`Prompt.token_ids`).
-All prompt sources of this package use this encoder, except the source `messages`. Templates and the
-length limit therefore apply to all these sources alike."""
+All prompt sources of this package use this encoder, except the source `messages`. The prompts of
+all sources with this encoder therefore have the same templates and the same length limit."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def stream_seed(run_seed: int, split: Split) -> int:
 
 
 def counter_hash(*counters: int) -> int:
-    """Returns a 64-bit hash of the counters, which depends on the order of the counters. One round
-    of splitmix64 mixes each counter into the hash.
+    """Returns a 64-bit hash of the integers in `counters`. The hash depends on the order of the
+    integers. One round of splitmix64 mixes each integer into the hash.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """

@@ -286,8 +286,9 @@ def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[
 
 def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
     """Raises DataError if a tokenizer file, the chat template, the stop tokens or the first prompt
-    has changed since the run was started. Compares the digests of these inputs. Accepts runs of old
-    releases, which saved no digests or none of the stop tokens."""
+    has changed since the run was started. The comparison uses the saved digests of the inputs. Runs
+    of old releases are accepted: some old releases saved no digests, and others saved no digest of
+    the stop tokens."""
     for name in sorted(saved.keys() | now.keys() if saved else ()):
         if saved.get(name) == now.get(name) or (name == STOP_TOKENS and name not in saved):
             continue

@@ -38,7 +38,7 @@ LOGGED = {
 
 def quiet_upstreams() -> None:
     """Silences messages of upstream libraries in this process. Call this function before the
-    process imports these libraries. Forked processes inherit the filters.
+    process imports any upstream library. Forked processes inherit the filters.
 
     When megatron-core is imported, it warns about missing CUDA libraries. Later, megatron-core also
     warns when it runs an operation that would be faster if a missing CUDA library were installed.

@@ -136,8 +136,8 @@ class TokenBatch:
     def in_baseline(self) -> Tensor:
         """[N] bool: True for the positions of responses whose rewards enter the baseline of the
         advantages. With the setting `truncated: mask`, the rewards of truncated responses enter the
-        baseline, although the tokens of truncated responses carry no loss. For these tokens,
-        `in_baseline` is True and `loss_mask` is False."""
+        baseline, although the tokens of truncated responses carry no loss. For the tokens of a
+        truncated response, `in_baseline` is then True and `loss_mask` is False."""
         return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property
@@ -148,18 +148,17 @@ class TokenBatch:
 
     @property
     def selected_by(self) -> Tensor:
-        """[N] detached log-probs. A method uses these log-probs to select tokens. The statistics of
-        the whole batch are computed from the same values, so that selections and statistics
-        agree."""
+        """[N] detached log-probs that a method uses to select tokens. The statistics of the whole
+        batch are computed from the same log-probs, so that selections and statistics agree."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 
     @property
     def selecting_entropy(self) -> Tensor:
-        """[N] detached entropies, in nats. A method uses these entropies to select tokens. The
-        entropy normally comes from the same policy as the log-probs in `selected_by`. If
-        `selected_by` contains an engine's log-probs, the entropy comes from the log-prob pass,
-        because engines return no entropies."""
+        """[N] detached entropies, in nats, that a method uses to select tokens. The entropy
+        normally comes from the same policy as the log-probs in `selected_by`. If `selected_by`
+        contains an engine's log-probs, the entropy comes from the log-prob pass, because engines
+        return no entropies."""
         chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 

@@ -76,9 +76,8 @@ def verify(response: str, answer: str) -> float:
     r"""Returns 1.0 if the content of the response's last box equals `answer`, else 0.0.
 
     This function has no time limit of its own; the reward pool limits the wall-clock time of the
-    call. math-verify's own time limit is switched off, because math-verify implements the time
-    limit with signal.alarm. With this time limit, every call of math-verify outside the main thread
-    would fail.
+    call. math-verify's own time limit is switched off. math-verify implements its time limit with
+    signal.alarm, so a call with this time limit would fail outside the main thread.
     """
     given, wanted = last_boxed(response), last_boxed(answer) or answer
     return float(given is not None and equal(wanted, given))
@@ -203,9 +202,9 @@ def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], boo
 
 
 def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Compares two answers of which at least one is an equation. Returns None if neither answer is
-    an equation. Also returns None if both are equations, and at least one of them does not assign a
-    value to a name."""
+    """Compares two answers if at least one of them is an equation. Returns None if neither answer
+    is an equation. Also returns None if both answers are equations, and at least one of the two
+    equations does not assign a value to a name."""
     first, second = answer_parts.sides(wanted), answer_parts.sides(given)
     if len(first) == len(second) == 1:
         return None
@@ -276,8 +275,8 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""Removes all dollar signs from an amount of money except the \$ at the start. For example,
-    \$5$ becomes \$5."""
+    r"""Cleans an amount of money that starts with \$. Removes further dollar signs and spaces after
+    the \$ and at the end. For example, \$5$ becomes \$5. Returns any other text unchanged."""
     return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
 
 
@@ -288,8 +287,8 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as one number, because it contains words that are not
-    a unit, or because a space separates two numbers in it, as in 3 4."""
+    """Returns True if a text must not be read as one number. Such a text contains words that are
+    not a unit, or two numbers with a space between them, as in 3 4."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
@@ -311,8 +310,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 
 def normal_answer(response: str) -> str:
     """Returns a normal form of the last box's content, or "" if the box is empty, missing or not
-    closed. A number or a fraction of two integers is replaced by its value. Words are converted to
-    lower case. From any other answer, only decoration, fonts and spaces are removed."""
+    closed. If the answer is a number in digits or a fraction of two integers, returns its exact
+    value as text: 0.5 becomes 1/2. If the answer consists of words, converts the words to lower
+    case. From an answer of any other form, removes only decoration, fonts and spaces."""
     given = last_boxed(response)
     if given is None:
         return ""

@@ -140,8 +140,8 @@ class Verdicts:
 
     @property
     def judges_groups(self) -> bool:
-        """Returns True if the verifier receives all responses to a prompt at once. If the result is
-        True, callers must call `Verdicts.of_group`. If the result is False, callers must call
+        """Returns True if the verifier receives all responses to a prompt at once. For such a
+        verifier, callers must call `Verdicts.of_group`. For any other verifier, callers must call
         `Verdicts.of`."""
         return self._desk.judges_groups
 
@@ -161,8 +161,8 @@ class Verdicts:
         self, responses: Sequence[str], answer: str, columns: Mapping[str, Any] | None = None
     ) -> list[Verdict]:
         """Waits until all responses to a prompt have verdicts, and returns these verdicts.
-        `Verdicts.of` waits for the verdict on a single response. If the group fails as a whole,
-        each of its responses counts as a failure."""
+        `Verdicts.of` waits for the verdict on a single response. If the verification of the whole
+        group times out or crashes, each response of the group counts as a failure."""
         whole = await self._desk.of(list(responses), answer, columns)
         return [self._take(each) for each in whole.group or [whole] * len(responses)]
 

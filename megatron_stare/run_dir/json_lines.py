@@ -21,8 +21,9 @@ Record = dict[str, Any]
 
 def to_line(record: Mapping[str, Any]) -> str:
     """Returns the record as one line of strict JSON, including the newline. Writes NaN and
-    infinities, which JSON lacks, as null. Writes characters as they are, or as escapes if the
-    record has half of a surrogate pair, which UTF-8 lacks."""
+    infinities, which JSON lacks, as null. Writes characters as they are. If the record contains
+    half of a surrogate pair, which UTF-8 cannot encode, writes all non-ASCII characters as
+    escapes."""
     line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
     if line.isascii() or line.encode(errors="replace").decode() == line:
         return line

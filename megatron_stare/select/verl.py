@@ -69,7 +69,8 @@ QUEUE = {
 
 def probe(trainer: type = PPOTrainer) -> str | None:
     """Returns a message about the first function or parameter that the adapter needs but `trainer`
-    or TransferQueue lacks. Returns None if nothing is missing."""
+    or TransferQueue lacks. Returns None if `trainer` and TransferQueue have every function and
+    parameter that the adapter needs."""
     return missing(trainer, CALLED) or missing(tq, QUEUE)
 
 
@@ -98,8 +99,9 @@ def check(config: Any, settings: Mapping[str, Any]) -> None:
 
 
 def loss_changed(config: Any) -> str | None:
-    """Computes verl's loss for a small generated batch. Returns a message about the first result
-    that the adapter cannot use, or None."""
+    """Tests verl's policy loss on a small generated batch. Returns a message if the loss is not
+    linear in the advantages, or if the loss ignores the advantage of a single token. Returns None
+    if the loss passes both tests."""
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     loss = get_policy_loss_fn(actor.policy_loss.get("loss_mode", "vanilla"))
     source = torch.Generator().manual_seed(0)
@@ -129,8 +131,8 @@ def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tenso
     """Returns two tensors [N] with one entry for each token. The first tensor contains the index of
     the token's session. The second tensor contains the index of the token in the batch.
 
-    Sessions and rows are numbered in the order of their keys. The indices, and the choice among
-    tokens of equal surprisal, therefore do not depend on how verl balances the rows.
+    Sessions and rows are numbered in the sorted order of the rows' keys. The indices, and the
+    choice among tokens of equal surprisal, therefore do not depend on how verl balances the rows.
 
     Args:
         keys: `{uid}_{session}_{row of the session}` of each row.
@@ -240,8 +242,8 @@ def resumed_folder(trainer: Any) -> str | None:
 
 def changed(data: Any) -> str | None:
     """Checks the log-probs, entropies and advantages that verl has computed and put into its
-    transfer queue. Returns a message about the first result that the adapter cannot use, or
-    None."""
+    transfer queue. Returns a message about the first of these values that the adapter cannot use,
+    or None if all can be used."""
     offsets, kept = data["response_mask"].offsets(), data["response_mask"].values().bool()
     for name in ("old_log_probs", "entropy", "advantages"):
         if not torch.equal(data[name].offsets(), offsets):

@@ -47,12 +47,12 @@ class Task:
     """Data, prompt template, verifier, environment and sampling settings under one name.
 
     `config`: the run's configuration, in which the task's own settings (OWN) replace the run's
-        settings. All sources and environments, including user-defined ones, are built from
-        `config`, so a source or environment needs no code for tasks.
+        settings. Sources and environments, including user-defined ones, are built from `config`, so
+        none of them needs code of its own to work in a task.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
     `own`: dict with the names of the settings that the task overrides. Each key is the name of a
-        setting of the run, such as data.eval_path. Each value is the name of the corresponding
-        setting in `eval.tasks`, such as path.
+        setting of the run, such as data.eval_path. The value is the name of the same setting in a
+        section of `eval.tasks`, such as path.
     """
 
     config: Config
@@ -71,8 +71,8 @@ class Task:
         return tuple(sorted(set(self.config.eval.k))) or default_ks(self.samples)
 
     def check_ks(self) -> None:
-        """Raises ConfigError if any k is below 1 or exceeds the number of responses to a
-        problem."""
+        """Raises ConfigError if any value in `ks` is below 1 or exceeds the number of responses to
+        a problem."""
         if wrong := [k for k in self.ks if not 1 <= k <= self.samples]:
             with self.blamed():
                 raise ConfigError(

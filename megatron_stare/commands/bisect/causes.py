@@ -42,8 +42,7 @@ class Change:
 
     `name`: the name of the change, and of the folder of its re-run.
     `says`: a description of the change, for messages.
-    `settings`: new values for settings of the run, by dotted key. Only the re-run uses these
-        values.
+    `settings`: values that replace the run's settings in the re-run, by dotted key.
     `method`: a function that changes the method after the configuration is checked, or None.
     `harmless`: true if the first step of a correct run stays the same under the change, except for
         rounding errors.
@@ -67,9 +66,8 @@ class LeftOut:
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
     """Returns two lists. The first list contains the changes that can be applied to a run with this
-    configuration and method. The second list contains the causes that no change in the first list
-    simulates. For each of these causes, the second list gives the reason why there is no such
-    change."""
+    configuration and method. The second list contains a LeftOut for each cause that no change in
+    the first list simulates. The LeftOut gives the reason why no change simulates the cause."""
     kind = resolve_engine(config.rollout.engine)
     found = [
         *_gate(method),
@@ -98,10 +96,12 @@ def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]
 def contradictions(
     config: Config, method: Method, record: Sequence[Mapping[str, float]]
 ) -> dict[str, str]:
-    """Returns contradictions between the record and the configuration, by cause.
+    """Returns a dict that maps a cause to the description of a contradiction between the record and
+    the configuration. The dict is empty if there is no contradiction.
 
-    A re-run of the steps cannot reveal such a contradiction. If a fault in the code caused the
-    contradiction, the re-run executes the same faulty code and reproduces the record.
+    A re-run of the steps cannot reveal contradictions between the record and the configuration. If
+    a fault in the code caused a contradiction, the re-run executes the same faulty code and
+    reproduces the record.
 
     Args:
         record: metrics of each step.

@@ -83,9 +83,9 @@ def _python(versions: Mapping[str, str]) -> Finding:
 
 
 def _megatron(versions: Mapping[str, str]) -> Finding:
-    """Checks that megatron-core is the newest supported release for the installed Python. If the
-    installed release is the newest of all supported releases, the returned finding names the parts
-    that were not tested with the release."""
+    """Checks that megatron-core is the newest supported release for the installed Python. Not
+    everything was tested with the newest of all supported releases. If this release is installed,
+    the returned finding lists the untested components."""
     older, newest = MEGATRON.values()
     python = _numbers(versions["python"])[:2]
     if python > PYTHONS[1]:  # reported by `_python`
@@ -151,8 +151,8 @@ def _transformer_engine(versions: Mapping[str, str], config: Config | None) -> F
 
 
 def _has_experts(config: Config) -> bool:
-    """Returns True if the configured model is a mixture of experts. Returns False if the model
-    cannot be read, which the checks of a run report."""
+    """Returns True if the configured model is a mixture of experts. Returns False if the model is
+    dense or cannot be read. The checks at a run's start report a model that cannot be read."""
     with contextlib.suppress(UserError):
         return resolve_run(config, published=True).shape.experts > 0
     return False

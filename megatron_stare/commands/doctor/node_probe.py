@@ -1,5 +1,5 @@
-"""The doctor's worker on each node of a cluster. Collects the node's facts and takes part in the
-bandwidth measurement."""
+"""The doctor's worker on each node of a cluster. Collects the node's Facts, such as versions, GPUs
+and limits, and takes part in the measurement of the bandwidth between nodes."""
 
 from __future__ import annotations
 

@@ -76,9 +76,8 @@ def run(
 
 def _beside_any_loop(body: Any) -> None:
     """Calls `body`. If the caller is in the main thread, `body` runs in the main thread, handles
-    signals, and starts a separate thread for the run. If the caller is in another thread, that
-    thread may have an event loop. In this case, `body` runs in a new thread, which has no event
-    loop."""
+    signals, and starts a separate thread for the run. If the caller is in another thread, `body`
+    runs in a new thread, because the caller's thread may have an event loop."""
     if threading.current_thread() is threading.main_thread():
         body()
         return

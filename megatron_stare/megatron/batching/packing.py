@@ -6,16 +6,16 @@ hidden states of a prompt do not depend on later tokens, so all responses to the
 same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. In backward, `Spread` copies gradients in the same way. If a token was copied to
-several places, the backward pass sums the gradients of these places. Plain tensor indexing is not
-used, because its backward pass adds gradients row by row to a tensor of zeros.
+results back. The backward pass copies gradients between the same tokens and places. If a token was
+copied to several places, the backward pass sums the gradients of these places. Plain tensor
+indexing is not used, because its backward pass adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
-tokens. Under context parallelism, each of the C ranks holds t / C of the micro-batch's t tokens. If
-the longest sequence of a group has s tokens, each rank holds m = s / C of these tokens. The total
-number of places in the groups is p, including the places for padding. The function `shared_columns`
-uses the letter s for the length of a packed row. In the packed row, a copy of the prompt precedes
-each response. The model receives only k columns of the packed row.
+tokens. Under context parallelism with C ranks, each rank holds t / C of the micro-batch's t tokens,
+and m = s / C tokens of a group's longest sequence. The total number of places in the groups is p,
+including the places for padding. The function `shared_columns` uses the letter s for the length of
+a packed row. In the packed row, a copy of the prompt precedes each response. The model receives
+only k columns of the packed row.
 """
 
 from __future__ import annotations

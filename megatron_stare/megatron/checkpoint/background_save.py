@@ -3,8 +3,8 @@ writer processes, and its method `finish` completes the checkpoint.
 
 Each writer process is forked from its rank, and sees the rank's memory as it was at the fork. The
 fork is copy-on-write: the operating system copies a page of memory only when a process changes the
-page. Data on a GPU is copied before the fork, and so is host memory that the rank and its writers
-share. Writers die with their rank.
+page. Two kinds of data are copied before the fork: data on a GPU, and host memory that the rank and
+its writers would share. Writers die with their rank.
 """
 
 from __future__ import annotations

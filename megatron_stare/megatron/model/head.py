@@ -116,8 +116,8 @@ class Head:
         from the hidden states `hidden` [s, b, H].
 
         Under sequence parallelism, `hidden` contains the hidden states of this rank's positions
-        only. If `second_moment` is True, also returns two sums over the vocabulary, [n] each, for
-        the entropy sensitivity.
+        only. If `second_moment` is True, also returns two tensors [n] for the entropy sensitivity:
+        sum p^2 and sum p^2 ln p, over the vocabulary.
         """
         linear = self._linear
         if second_moment:
@@ -154,8 +154,9 @@ class Head:
 
 
 def _is_embedding(model: GPTModel) -> bool:
-    """Returns True if the output weight is also this chunk's embedding weight. Autograd adds the
-    gradient of the embedding lookup to this shared weight."""
+    """Returns True if this model chunk contains the embedding, and the embedding shares its weight
+    with the output layer. Autograd adds the gradient of the embedding lookup to the shared
+    weight."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 

@@ -27,14 +27,14 @@ class LatentAttention(MLASelfAttention):
     """Latent attention that sums the gradient of the rotated key columns over tensor-parallel
     ranks.
 
-    Megatron cuts the columns of the query latent and of the key-value latent over tensor-parallel
-    ranks, and later gathers the columns. All heads share the rotated key columns. In Megatron, each
-    rank gets the gradient of the rotated key columns from its own heads only, and no operation sums
-    this gradient over the ranks. Under sequence parallelism, a hook runs as soon as a linear layer
-    has computed the key-value latent. The hook gathers the columns of the latent from all
-    tensor-parallel ranks, and keeps only the sequence positions of this rank. Megatron later
-    gathers the positions of all ranks, and the backward pass of this gather sums the gradients over
-    the ranks.
+    Megatron splits the columns of the query latent and of the key-value latent across the
+    tensor-parallel ranks, and later gathers the columns on every rank. All heads share the rotated
+    key columns. In Megatron, each rank gets the gradient of the rotated key columns from its own
+    heads only, and no operation sums this gradient over the ranks. Under sequence parallelism, a
+    hook runs as soon as a linear layer has computed the key-value latent. The hook gathers the
+    columns of the latent from all tensor-parallel ranks, and keeps only the sequence positions of
+    this rank. Megatron later gathers the positions of all ranks, and the backward pass of this
+    gather sums the gradients over the ranks.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -61,13 +61,13 @@ def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) ->
 
 class TokenRotary(RotaryEmbedding):
     """Computes rotary angles. In packed sequences without cu_seqlens_q, a token's position
-    determines its rotary angles. For other inputs, Megatron's RotaryEmbedding computes the
+    determines its rotary angles. For all other sequences, Megatron's RotaryEmbedding computes the
     angles."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
         """Returns the tokens' positions [t] for packed sequences in which `cu_seqlens_q` is None.
-        For other inputs, returns Megatron's sequence length. `forward` accepts the positions as
-        well as the length."""
+        For all other sequences, returns the sequence length that Megatron computes. `forward`
+        accepts both a tensor of positions and a sequence length."""
         packing = args[-1]
         if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
             return packing.tokens

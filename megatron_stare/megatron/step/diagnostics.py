@@ -2,10 +2,10 @@
 numbers for single tokens.
 
 `forecast` runs after the log-prob pass. `forecast` differentiates the trainer's own loss with
-respect to the N log-probs, which needs no pass of the model. `measured_change` runs after the
-optimizer step. `measured_change` uses one more forward pass to measure how much the entropy of the
-same tokens actually changed. See docs/diagnostics.md for a comparison of the forecast and the
-measured change.
+respect to the tokens' log-probs. The differentiation needs no forward or backward pass of the
+model. `measured_change` runs after the optimizer step. `measured_change` uses one more forward pass
+to measure how much the entropy of the same tokens actually changed. See docs/diagnostics.md for a
+comparison of the forecast and the measured change.
 
 `token_numbers` shows how the current update treats each token of chosen responses. `token_numbers`
 needs only the trainer's statistics and loss, and no pass of the model. `records/token_numbers.py`
@@ -103,7 +103,8 @@ def push_of(
 ) -> Tensor:
     """Returns, for every token, the negative derivative of the on-policy loss with respect to the
     token's log-prob, [N]. Gradient descent on a token's logits changes the logits in proportion to
-    the returned value times (one_hot - p). The loss itself is differentiated, so weights, masks,
+    the returned value times (one_hot - p), where p is the policy's distribution and one_hot is the
+    one-hot vector of the sampled token. The loss itself is differentiated, so weights, masks,
     aggregation and corrections are included."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
@@ -147,11 +148,11 @@ def token_numbers(
 
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
     divided by -(coefficient x advantage). The weight is the total factor on the token's advantage,
-    including STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms. For
-    a method in a user's own file, the weight is computed in the same way. A token with coefficient
-    0 has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold tokens of the
-    same responses, all these ranks must call `token_numbers`, because a method's loss may contain a
-    sum over these ranks.
+    including STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms.
+    This definition of the weight also applies to a method in a user's own file. A token with
+    coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold
+    tokens of the same responses, all these ranks must call `token_numbers`, because a method's loss
+    may contain a sum over these ranks.
 
     Args:
         objective: the update's objective.

@@ -89,7 +89,7 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def is_right(sample: Trajectory) -> bool:
-    """Returns True if the reward is above one half. Evaluation uses the same threshold."""
+    """Returns True if the sample's reward is above 0.5. Evaluation uses the same threshold."""
     return (sample.reward or 0.0) > 0.5
 
 
@@ -113,10 +113,10 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     n-gram at an earlier position. `responses` contains one 1-dim tensor of token ids for each
     response.
 
-    Each n-gram of a response is encoded as one int64 number, whose digits are the ranks of its
-    token ids among the token ids of the response. The numbers are sorted with numpy, because torch
-    would take ten times as long. Sorting each response by itself is faster than sorting the whole
-    batch, and needs little memory.
+    Each n-gram of a response is encoded as one int64 number with one digit for each token of the
+    n-gram. The digit is the index of the token id in the sorted list of the response's distinct
+    token ids. The numbers are sorted with numpy, because torch would take ten times as long.
+    Sorting each response by itself is faster than sorting the whole batch, and needs little memory.
     """
     total = repeated = 0
     for tokens in responses:

@@ -76,7 +76,7 @@ class Chart:
     def flat(self) -> str | None:
         """The value that all points of the chart have in common, as text. The property `flat` is
         None if the points have different values, if the chart has fewer than two values, or if the
-        chart shows gates."""
+        chart marks the steps in which a gate is on."""
         values = [
             v for line in (*self.lines, *self.targets) for v in line.values if math.isfinite(v)
         ]

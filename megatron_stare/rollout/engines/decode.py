@@ -56,10 +56,10 @@ def decode_batch(
     """Decodes the responses to all `requests` as one batch. A response has at most
     `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
 
-    A row's sampling noise depends only on `params` and the row's request. If the distribution is
-    the same, the same token is therefore sampled, whatever other rows are in the batch. The number
-    of rows can change the shapes of the matrix products. Different shapes cause different float
-    rounding, which changes the distribution by about 1e-7.
+    A row's sampling noise depends only on `params` and the row's request. Equal distributions
+    therefore give the same sampled token, whatever other rows are in the batch. The number of rows
+    can change the shapes of the matrix products. Different shapes cause different float rounding,
+    which changes the distribution by about 1e-7.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(
@@ -106,9 +106,10 @@ def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
-    sets of stop tokens in the requests. All requests with the same set of stop tokens share one
-    row. A row contains True for every token that ends a response to the row's requests. The second
-    tensor, [B], contains, for each request, the index of the request's row in the first tensor."""
+    sets of stop tokens in the requests. All requests with the same set of stop tokens share one row
+    of the first tensor. A row contains True for every token that ends a response to the row's
+    requests. The second tensor, [B], contains, for each request, the index of the request's row in
+    the first tensor."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }
@@ -234,12 +235,13 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Computes attention. In each row, one new token attends to all cached tokens of the row.
 
-    torch's CPU kernel starts a matrix product for every head of every row. With a single query per
-    row, starting a matrix product costs more than computing it. `attend` instead computes two
-    batched matrix products for all rows together. `attend` does this only on a CPU, for one float32
-    token per row, without dropout and without special arguments such as `softcap`. In all other
-    cases, `attend` calls transformers' function for "sdpa". The parameters follow transformers'
-    interface for attention functions.
+    torch's attention kernel for CPUs starts a matrix product for every head of every row. With a
+    single query per row, starting a matrix product takes longer than computing the product.
+    `attend` therefore replaces torch's kernel by two batched matrix products for all rows together.
+    `attend` computes the batched products only on a CPU, for one float32 token per row, without
+    dropout and without special arguments such as `softcap`. For any other input, `attend` calls
+    transformers' function for "sdpa". The parameters follow transformers' interface for attention
+    functions.
 
     Args:
         query: [b, n, 1, d].

@@ -145,8 +145,8 @@ class RolloutSource(ABC):
       resumed.
 
     - The weight version of a token is the version of the weights that sampled the token. No token
-      is older than the configured bound. With an age bound of 0, every batch equals the batch of
-      SynchronousSource bit for bit.
+      is sampled from weights that are older than the configured age bound. With an age bound of 0,
+      every batch equals the batch of SynchronousSource bit for bit.
 
     - After `publish`, no replica samples from a mixture of weight versions.
 
@@ -409,9 +409,9 @@ def training_params(params: SamplingParams) -> SamplingParams:
 
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int, longest: int) -> None:
-    """Raises DataError if an environment broke its contract. All columns must have the same length.
-    Only sampled tokens may be in the loss mask. The response and each of its branches must not be
-    longer than the run allows.
+    """Raises DataError if an environment broke its contract. The tokens, log-probs, loss mask and
+    weight versions of a trajectory must have the same length. Only sampled tokens may be in the
+    loss mask. The response and each of its branches must not be longer than the run allows.
 
     Args:
         longest: maximum number of tokens of a branch, including the branch's context.

@@ -1,6 +1,6 @@
-"""Checks that the weights of a Hugging Face folder match the folder's config.json. If the folder
-stores a tied head, the checks read the whole head and the whole embedding. For all other tensors,
-the checks read only the headers of the weight files."""
+"""Checks that the weights of a Hugging Face folder match the folder's config.json. The checks read
+the headers of the weight files. If the folder stores a tied head, the checks also read the whole
+head and the whole embedding. The checks read no other tensor."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
 
 
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
-    """Checks a folder, and returns the place of every tensor of the model.
+    """Checks a folder, and returns the Entry of every tensor of the model, by tensor name. An Entry
+    states in which file and at which byte the tensor starts.
 
-    Names, shapes, dtypes and the files' lengths must be as expected. If the folder stores a tied
-    head besides the embedding, the head and the embedding are compared byte by byte. The data of
-    other tensors is not read.
+    The names and shapes of the tensors must match config.json, the dtypes must be in DTYPES, and no
+    file may end before its last tensor. If the folder stores a tied head besides the embedding, the
+    head and the embedding are compared byte by byte. The check reads the data of no other tensor.
 
     Raises:
         DataError: the first mismatch.

@@ -119,8 +119,8 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Layout of a bucket, and the bucket's tensors with the pieces of each tensor. Each slot of the
-    layout has one planned tensor."""
+    """Layout of a bucket, and the bucket's tensors with the pieces of each tensor. For each Slot of
+    the layout, `tensors` contains one PlannedTensor."""
 
     layout: BucketLayout
     tensors: tuple[PlannedTensor, ...]
@@ -184,9 +184,9 @@ def plan_of(
 class Held:
     """A piece of the Hugging Face tensor `hf`. One rank holds the piece. Other ranks may hold the
     same piece, so the plan later chooses the rank that sends the piece. The tensor is split along
-    dimension `cut` over `parts` tensor-parallel ranks. The piece belongs to the rank with index
-    `part` among these ranks. A fused tensor consists of sections, such as q, k and v. Each section
-    is split over the ranks separately. If the tensor is replicated, `parts` is 1."""
+    dimension `cut` over `parts` tensor-parallel ranks. The tensor-parallel rank with index `part`
+    holds the piece. A fused tensor consists of sections, such as q, k and v. Each section is split
+    over the ranks separately. If the tensor is replicated, `parts` is 1."""
 
     hf: str
     dtype: torch.dtype
@@ -197,8 +197,8 @@ class Held:
 
 
 def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[Held]:
-    """Splits a rank's shards into pieces of Hugging Face tensors. Returns all these pieces, even
-    pieces that other ranks hold too."""
+    """Splits a rank's shards into pieces of Hugging Face tensors. The returned list includes pieces
+    of which other ranks hold a copy."""
     held = []
     for shard in shards:
         rule = rule_for(shard.name, shape)
@@ -215,8 +215,8 @@ def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[H
 
 def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
     """Plans every tensor once. Takes each part from the lowest rank that holds the part. Other
-    ranks do not send their copies of the part. Such copies exist on data-parallel ranks, for
-    replicated norms, and for a tied embedding on the last pipeline stage."""
+    ranks do not send their copies of the part. Other ranks hold copies of a part under data
+    parallelism, for replicated norms, and, on the last pipeline stage, for a tied embedding."""
     found: dict[str, dict[tuple[int, int], Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
         found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)
@@ -237,8 +237,8 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
 
 def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
     """Splits the tensors into groups. If a server must receive several tensors together in one
-    call, these tensors form one group. Every other tensor forms a group of its own. The groups are
-    ordered by the positions of their first tensors."""
+    call, these tensors form one group. Each of the remaining tensors forms its own group. The
+    groups are ordered by the positions of their first tensors."""
     family, units = family_of(shape), dict[str, list[PlannedTensor]]()
     for tensor in tensors:
         place = family.served(tensor.name, shape)

@@ -55,8 +55,8 @@ class Sender(Protocol):
 
     def end(self) -> Any:
         """Waits until the last bucket is sent, and raises the error if sending that bucket failed.
-        Returns data about the sent weights. The engines compare this data with the weights that the
-        engines hold."""
+        Returns a report about the sent weights, such as names, shapes and hashes. The engines
+        compare the report with the weights that the engines hold."""
 
     def forget(self) -> None:
         """Removes the files that this sender left for the engines. This method is called after the
@@ -99,8 +99,8 @@ class SyncTarget(Protocol):
         """Returns an identifier of this rank's machine and device."""
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns one tuple for each engine. For each rank of the engine, in order, the tuple names
-        the trainer rank that uses the same device.
+        """Returns one tuple for each engine. The tuple contains, for each rank of the engine, in
+        order, the trainer rank that uses the same device.
 
         Args:
             places: identifiers of all trainer ranks, see `here`.
@@ -128,13 +128,13 @@ class WeightStream(Protocol):
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Yields a pair for each bucket. The first element of the pair is the bucket, as a handle
-        for workers. The bucket may depend on calls that are still running. The second element of
-        the pair is a list with the handles of these calls. The caller then starts its own calls,
-        which use the bucket. The caller should pass the handles of its own calls, together with the
-        yielded list, to one call of `Workers.wait`. If one of the calls that are passed to
-        `Workers.wait` fails, `Workers.wait` raises the error of the failed call immediately. Can be
-        iterated once.
+        """Yields a pair for each bucket: a handle of the bucket, and a list of other handles. The
+        caller can pass the handle of the bucket as an argument to calls of workers. The list
+        contains the handles of the calls with which other ranks help to gather the bucket. Calls in
+        the list may still be running. The caller starts calls of its workers with the bucket as an
+        argument. The caller should pass the handles of these calls, together with the yielded list,
+        to one call of `Workers.wait`. If one of the calls that are passed to `Workers.wait` fails,
+        `Workers.wait` raises the error of the failed call immediately. Can be iterated once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.
@@ -149,8 +149,8 @@ class WeightStream(Protocol):
         caller need not call `send_to` afterwards. Returns immediately."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """Sends all weights to the target. Returns one report per sender. The caller passes the
-        reports to the engines.
+        """Sends all weights to the target. Returns one report per sender (see `Sender.end`). The
+        caller passes the senders' reports to the engines.
 
         Args:
             prove: whether to report checksums, which prove that the values arrived.

@@ -64,8 +64,8 @@ class BroadcastSync(WeightSync):
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
         """Creates the process group. A process joins the process group with a blocking call, which
         returns only after all members have joined. This process therefore makes the blocking call
-        in a separate thread. At the same time, this process asks the servers to join the process
-        group."""
+        in a separate thread. While the blocking call waits, this process asks the servers to join
+        the process group."""
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()

@@ -72,17 +72,19 @@ class ServerOptions:
 
     @property
     def http_ports(self) -> Sequence[int]:
-        """Ports for HTTP. The other ports are for the ranks."""
+        """Ports for HTTP. The rest of `ports` is for the server's ranks."""
         return self.ports[: len(self.ports) // (8 if self.data > 1 else 2)]
 
     @property
     def following(self) -> int:
-        """Number of ports after the rendezvous port that must be free, too."""
+        """Number of additional ports that must be free. These ports directly follow the rendezvous
+        port."""
         return DERIVED if self.data > 1 else 0
 
     @property
     def meeting_ports(self) -> Sequence[int]:
-        """Ports for the rendezvous of ranks. The following ports are for the ranks, too."""
+        """Ports that can serve as the rendezvous port of the server's ranks. The next `following`
+        ports after each of them are for the ranks, too."""
         own = self.ports[len(self.http_ports) :]
         held = frozenset(own)
         return [port for port in own if port + self.following in held]
@@ -165,8 +167,8 @@ class ServerOptions:
     def process_environment(self) -> dict[str, str]:
         """Returns the environment variables for the server's process. The server inherits the
         variables of the process that starts it, except the variables in NOT_KEPT. This method adds
-        variables that servers need. The variables in `environment` come from the run's settings and
-        override all other variables."""
+        variables that every server needs, such as HF_HUB_OFFLINE. The variables in `environment`
+        come from the run's settings and override all other variables."""
         kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
         # SGLang compiles kernels with the `ninja` beside its Python; a virtual environment's folder
         # is found through the link, not through the target

@@ -55,12 +55,12 @@ class ServersTarget(SyncTarget):
     `method`: a value of `sglang.sync`.
     `timeout_s`: time limit of one call to a server, seconds.
     `model_path`: model folder whose config is copied into the folder of the weights.
-    `sync_folder`: parent of the folder that the method `disk` writes; None: the system's temporary
-        folder.
+    `sync_folder`: parent of the folder for weight files (`sglang.sync: disk`); None: the system's
+        temporary folder.
     `colocated`: True if the servers are on the devices of the trainer's ranks.
     `servers`: in replica order.
-    `folder`: folder to which all senders of the method `disk` write; None until `joined` chooses
-        the folder.
+    `folder`: folder to which all senders write weight files (`sglang.sync: disk`); None until
+        `joined` chooses the folder.
     `collective_s`: time limit of one broadcast, in seconds. If `collective_s` is None, the time
         limit of one broadcast is `timeout_s`.
     """
@@ -103,9 +103,9 @@ class ServersTarget(SyncTarget):
     def owners_send(self) -> bool:
         """Returns True if all servers are on GPUs and `shares_devices` is False. If `owners_send`
         is True, each rank sends the experts that the rank holds. Servers keep all experts of a
-        layer in one parameter. A sender can hash its own experts, because the hash of servers on
-        GPUs can be computed from parts of the parameter. SHA-256, the hash of servers on CPUs,
-        needs all bytes of the parameter in one process."""
+        layer in one parameter. The hash that servers on GPUs use can be computed from parts of the
+        parameter, so a sender can hash its own experts. Servers on CPUs use SHA-256, which needs
+        all bytes of the parameter in one process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )
@@ -125,7 +125,8 @@ class ServersTarget(SyncTarget):
         return replace(self, servers=(self.servers[engine],)).sender(rank)
 
     def joined(self, targets: Sequence[ServersTarget]) -> ServersTarget:
-        """See SyncTarget. Chooses the folder to which all senders of the method `disk` write."""
+        """See SyncTarget. Chooses the folder to which all senders write weight files if
+        `sglang.sync` is `disk`."""
         servers = tuple(server for target in targets for server in target.servers)
         return replace(self, servers=servers, folder=drawn_folder(self.sync_folder))
 
