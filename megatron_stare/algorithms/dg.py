@@ -7,7 +7,7 @@ its advantage and surprisal.
 Rare tokens of right answers get a weight near 1. Rare tokens of wrong answers get a weight near 0.
 Tokens of high probability get a weight near 1/2. DG therefore acts like STARE's variant C2, but
 needs no quantile, no gate and no collective operation. The paper does not clip the ratio. In the
-paper, p is the probability under the policy that is being updated. The setting
+paper, p is the probability of the sampled token under the policy that is being updated. The setting
 `statistics.surprisal: current` uses the paper's p. By default, p comes from the log-prob pass, and
 differs from the paper's p only if a batch gets several updates. The setting `entropy_target` is not
 in the paper. With `entropy_target`, the weights act only while the mean entropy of the batch is
@@ -40,7 +40,8 @@ METRICS = (
 class Dg(Steered):
     """Settings of DG, with the paper's temperature.
 
-    `eta`: the temperature of the weights. Small values bring the weights close to 0 or 1.
+    `eta`: the temperature of the weights. The smaller `eta` is, the closer the weights are to 0 or
+        1.
     `entropy_target`: an entropy in nats. The weights act only while the mean entropy of the batch
         is below `entropy_target`. If `entropy_target` is null, the weights always act.
     """

@@ -1,14 +1,15 @@
 """Lists the settings of the section `performance`, one row per setting. The settings of
 `performance` save time or memory, and change results only in the last bits.
 
-A row contains the setting's requirements, its tests, its check in scripts/gpu_check.sh, and the
-values that the setting gives to Megatron's fields. If a setting is null, `chosen` decides whether
-the setting is on. On a GPU, null turns a setting on if three conditions are met: the setting is
-tested, the device meets the setting's requirements, and the run meets the setting's requirements. A
-setting counts as tested if tests cover it (`covered`), or if the committed result of its check is
-good (`proven`). The file tests/test_performance.py compares `proven` with the committed result.
-With `performance.automatic: false`, all settings with the value null are off. A new setting needs a
-row here and a field in config/training_sections.py.
+Each row of FEATURES contains the setting's requirements, its tests, its check in
+scripts/gpu_check.sh, and the values that Megatron's fields get while the setting is on. If a
+setting is null, `chosen` decides whether the setting is on. On a GPU, null turns a setting on if
+three conditions are met: the setting is tested, the device meets the setting's requirements, and
+the run meets the setting's requirements. A setting counts as tested if tests cover it (`covered`),
+or if the committed result of its check is good (`proven`). The file tests/test_performance.py
+compares `proven` with the committed result. With `performance.automatic: false`, all settings with
+the value null are off. A new setting needs a row in FEATURES and a field in
+config/training_sections.py.
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ class Feature:
     `sets`: the values that Megatron's fields get while the setting is on. While the setting is off,
         the fields are false or 0.
     `needs`: the requirements of the device, as keys of NEEDS.
-    `wants`: other settings of the run that must be on.
-    `covered`: the tests of the setting, in this repository or upstream. `covered` is "" if there
-        are no tests, or if the setting is a trade-off, such as less memory for more time.
+    `wants`: other settings of the run that must be on before this setting can be on.
+    `covered`: the tests of the setting, in this repository or upstream. `covered` is "" if the
+        setting has no tests. `covered` is also "" if the setting is a trade-off, such as less
+        memory for more time.
     `check`: the check of scripts/gpu_check.sh that tests the setting.
-    `proven`: true if the check's committed result shows that the setting is correct and no slower,
-        or, if the check is `optimizers`, that it is correct and saves memory.
+    `proven`: true if the check's committed result shows that the setting is correct and not slower.
+        If the check is `optimizers`, the result must instead show that the setting is correct and
+        saves memory.
     """
 
     name: str
@@ -247,10 +250,10 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Returns values for all fields that features can set in `part`, which is one of Megatron's
-    configurations. The returned dict also contains the fields of disabled features. A feature with
-    the value null counts as disabled, because `chosen` has already turned on every feature that is
-    to be used."""
+    """Returns a value for every field that a feature can set in one of Megatron's configurations.
+    `part` names this configuration. The returned dict also contains the fields of disabled
+    features. A feature with the value null counts as disabled, because `chosen` has already turned
+    on every feature that is to be used."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -277,7 +280,7 @@ def connections(config: Config) -> int | None:
 
 def environment(config: Config) -> dict[str, str]:
     """Returns environment variables for trainer ranks. CUDA's libraries and torch's allocator read
-    these variables during their initialization."""
+    these environment variables when they are initialized."""
     named = {
         "CUDA_DEVICE_MAX_CONNECTIONS": connections(config),
         "PYTORCH_CUDA_ALLOC_CONF": config.performance.cuda_allocator,
@@ -416,8 +419,8 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 def hints(config: Config) -> list[str]:
     """Returns lines for --dry-run. For each setting that is off on this process's device, one line
-    gives the reason and says how to turn the setting on. For each setting that is not offered, one
-    line gives the reason."""
+    gives the reason and says how to turn the setting on. For each of Megatron's settings in
+    NOT_OFFERED, one line gives the reason why the package does not offer the setting."""
     lines = [
         f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
         for name, reason in reasons(config).items()

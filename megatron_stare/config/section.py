@@ -17,7 +17,8 @@ class Section(BaseModel):
 
 def expand_path(path: str | list[str] | None) -> str | list[str] | None:
     """Returns a path, or each path of a list, with the home folder in place of a leading ~. Raises
-    ValueError if a path begins with a variable: the value would differ from shell to shell."""
+    ValueError if a path begins with $, because an environment variable can have a different value
+    in each shell."""
     if isinstance(path, list):
         return [str(expand_path(each)) for each in path]
     if path is not None and path.startswith("$"):
@@ -26,8 +27,8 @@ def expand_path(path: str | list[str] | None) -> str | list[str] | None:
 
 
 def check_template(template: str | None) -> str | None:
-    """Returns a prompt template unchanged. Raises ValueError unless the template contains {prompt}
-    exactly once and contains no other placeholder."""
+    """Returns a prompt template unchanged. Raises ValueError if the template does not contain
+    {prompt} exactly once, or if it contains another placeholder."""
     if template is None:
         return None
     doubled = "; a brace that is meant as one is written twice: {{ or }}"

@@ -157,8 +157,9 @@ class BatchConfig(Section):
 
 
 class StatisticsConfig(Section):
-    """Configures the source and the scope of the statistics for token selection and for a
-    method's gate."""
+    """Configures the statistics that select tokens and decide whether a method's gate is open. The
+    settings choose the source of these statistics, and the set of tokens from which each statistic
+    is computed."""
 
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",
@@ -289,8 +290,8 @@ class MoeConfig(Section):
 
 
 class PerformanceConfig(Section):
-    """Settings that save time or memory and change results only in the last bits. With CUDA, null
-    turns a setting on if the setting was tested, and if the device and the run meet the setting's
+    """Settings that save time or memory and change results only in the last bits. With CUDA, a
+    setting that is null is turned on if it was tested and if the device and the run meet its
     requirements; see docs/gpu.md."""
 
     automatic: bool = Field(

@@ -87,7 +87,7 @@ def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, 
 
 
 def first_prompt(source: PromptSource) -> Prompt:
-    """Returns the next prompt of a source, and puts the source back to before this prompt."""
+    """Returns the next prompt of a source. After the call, the source yields this prompt again."""
     before = dict(source.state())
     (prompt,) = source.take(1)
     source.restore(before)

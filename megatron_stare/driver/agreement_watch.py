@@ -84,8 +84,9 @@ class AgreementWatch:
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Adds the mean log-prob differences of earlier steps to the trend, so that the trend of a
-        resumed run covers the whole run. Leaves out steps with tokens of older weights, as
-        `after_log_probs` does. `rows` contains the metrics of the earlier steps, oldest first."""
+        resumed run covers the whole run. Leaves out steps whose batch contains tokens sampled with
+        older weights, as `after_log_probs` does. `rows` contains the metrics of the earlier steps,
+        oldest first."""
         for row in rows:
             ages = {name for name in row if name.startswith("agreement/max_of_age_")}
             if self._older and ages - {"agreement/max_of_age_1"}:
@@ -117,9 +118,8 @@ class AgreementWatch:
         """Returns the agreement metrics of the rollout batch and of the newest comparison on the
         canary.
 
-        If a batch contains tokens that were sampled with older weights, the limits do not apply to
-        this batch. For a batch with tokens of older weights, only the canary's log-prob differences
-        are compared with the limits.
+        The limits do not apply to the log-probs of a batch that contains tokens sampled with older
+        weights. The limits on the canary's log-probs are checked after every weight sync.
 
         Raises:
             AgreementError: the log-probs differ by more than a limit, or the difference keeps
@@ -206,8 +206,9 @@ def canary_sequences(
 
 
 def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
-    """Returns the token ids of a line, without special tokens. Returns [] if encoding and decoding
-    the line changes more than white space, or if a token id is not below `vocab_size`."""
+    """Returns the token ids of a line, without special tokens. Returns [] if the line has no
+    tokens, if the decoded tokens differ from the line in more than white space, or if a token id is
+    `vocab_size` or larger."""
     ids = tokenizer(line, add_special_tokens=False).input_ids
     text = tokenizer.decode(ids)
     # compared without white space: some tokenizers put spaces between tokens

@@ -81,7 +81,7 @@ class Part:
 
 
 class Measured(Part):
-    """A Part that does no work after a step, and only logs metrics. A function computes the
+    """A Part that only logs metrics, and does nothing in `after_step`. A function computes the
     metrics."""
 
     def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
@@ -213,10 +213,12 @@ class Saves(Part):
         """Finishes the pending checkpoint, unless the run lost a worker.
 
         If a signal or the time limit interrupted the run, waits a limited time for the pending
-        checkpoint. After this wait, saves a checkpoint of the last finished step, if the run can
-        still be saved and no guard rejects the step. If a guard or non-finite values ended the run,
-        only waits for the pending checkpoint. After an error of any other kind, waits a limited
-        time, because the ranks may have failed. Incomplete checkpoints are removed later.
+        checkpoint. After the wait for the pending checkpoint, saves a checkpoint of the last
+        finished step. Does not save this step if the run can no longer be saved, or if a guard
+        rejects the step. If a guard or non-finite values ended the run, waits for the pending
+        checkpoint, but saves no new checkpoint. If any other error ended the run, waits only a
+        limited time for the pending checkpoint, because the ranks may have failed. Incomplete
+        checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.

@@ -4,8 +4,9 @@ never block the reader, whatever the state of the process.
 Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. For each
 read of one of these three files, the kernel takes the memory lock of process PID. A page fault of
 process PID may hold the memory lock while the page fault waits for a dead file system. The
-functions `command`, `pss_bytes` and `stuck_at` read these three files, and can therefore block
-forever. Call these three functions only on a thread that can be abandoned.
+functions `command`, `pss_bytes` and `stuck_at` read files that need the memory lock, and can
+therefore block forever. Call `command`, `pss_bytes` and `stuck_at` only on a thread that can be
+abandoned.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 
 def kill(pid: int) -> None:
-    """Kills a process and all its descendants. The descendants must die too, because a hanging
-    child would keep inherited sockets open. The peers at the other ends of these sockets would then
-    not notice that the parent has ended."""
+    """Kills a process and all its descendants. The descendants must die too, because a descendant
+    that hangs would keep the inherited sockets open. While an inherited socket is open, its peer
+    cannot notice that the killed process has ended."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)
@@ -130,8 +131,8 @@ def waits_in(pid: int) -> str:
 
 def system_call(pid: int) -> str:
     """Returns the system call in which the main thread of the process waits. The result has the
-    kernel's format and includes the call's arguments. Returns "" if the main thread does not wait
-    in a system call. The caller needs permission to trace the process."""
+    format of /proc/PID/syscall, and includes the arguments of the system call. Returns "" if the
+    main thread does not wait in a system call. The caller needs permission to trace the process."""
     with contextlib.suppress(OSError):
         line = (PROC / str(pid) / "syscall").read_text().strip()
         return "" if line.startswith(("running", "-1")) else line

@@ -62,7 +62,7 @@ class Served:
 
     `count`: number of tensors in the stack, or None if the stack contains the tensors of all
         experts.
-    `an_expert`: number of tensors per expert in the stack. Used only if `count` is None.
+    `an_expert`: number of tensors per expert in the stack, used only if `count` is None.
     `dtype`: dtype of the server's parameter, or None for the server's compute dtype.
     `whole`: whether every rank of a server holds the whole parameter, even if the trainer's ranks
         each hold a part of the tensor.
@@ -210,7 +210,7 @@ class ModelFamily:
 
     def has(self, name: str, shape: ModelShape) -> bool:
         """Returns True if a model of this shape has the Hugging Face tensor of this name. The
-        family's rules must contain `name`."""
+        argument `name` must be one of the tensor names in the family's rules."""
         if name == "lm_head.weight":
             return not shape.tied
         if name.endswith("_proj.bias"):
@@ -230,8 +230,9 @@ class ModelFamily:
         return (out,) if into is None or kind == "bias" else (out, into)
 
     def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
-        """Returns the sizes of modules, keyed by module name: (out, in) for every kind of matrix,
-        and (width, None) for every norm whose width is not the hidden size."""
+        """Returns a dict that maps module names to sizes. The size of a matrix is (out, in), and
+        the size of a norm is (width, None). The dict contains every kind of matrix, but only the
+        norms whose width is not the hidden size."""
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return {
             "embed_tokens": (shape.vocab_size, shape.hidden),
@@ -299,28 +300,28 @@ class ModelFamily:
     @property
     def vocabulary(self) -> frozenset[str]:
         """Names of the Hugging Face tensors with one row per vocabulary entry. Engines and Megatron
-        append rows of padding to these tensors."""
+        append padding rows to these vocabulary tensors."""
         return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
 
     def cost(self, shape: ModelShape, length: int) -> float:
-        """Returns the work for one sequence of `length` tokens. The unit of work is the number of
-        operations that the model's linear layers take for one token. The operations of linear
+        """Returns the computing cost of one sequence of `length` tokens. A cost of 1 is the number
+        of operations that the model's linear layers take for one token. The operations of linear
         layers grow with the sequence's length, and the operations of attention grow with the square
         of the length.
 
         For hidden size H, the linear layers of one transformer layer take 24 H^2 operations per
-        token. This number assumes that the matrices of Q, K, V and output have shape [H, H], and
-        that the gated MLP has width 8/3 H. For sequences of length N, causal attention takes 2 H N
-        operations per token and transformer layer. Attention therefore takes N / (12 H) times as
-        many operations as the linear layers.
+        token. The number 24 H^2 assumes that the matrices of Q, K, V and output have shape [H, H],
+        and that the gated MLP has width 8/3 H. For sequences of length N, causal attention
+        takes 2 H N operations per token and transformer layer. Attention therefore takes N / (12 H)
+        times as many operations as the linear layers.
         """
         return length * (1 + length / (12 * shape.hidden))
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
     """Raises DataError if the keys rope_scaling and rope_parameters of config.json describe two
-    different rotary embeddings. Without this error, transformers and servers would use the older
-    key rope_scaling and ignore the base in rope_parameters."""
+    different rotary embeddings. Without this check, transformers and servers would use the older
+    key rope_scaling, and ignore the base (rope_theta) in rope_parameters."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return
@@ -354,8 +355,9 @@ def _refuse_unknown_rope_keys(rope: Mapping[str, Any], where: str) -> None:
 
 def _refuse_two_yarns(rope: Mapping[str, Any], where: str) -> None:
     """Raises DataError if servers and transformers scale YaRN's cosines and sines by different
-    factors. Servers multiply the factor that follows from the other parameters by `attn_factor`.
-    transformers replaces this factor by `attention_factor`. Each ignores the other's key."""
+    factors. A default factor follows from the other parameters. Servers multiply the default factor
+    by `attn_factor`, and ignore `attention_factor`. In transformers, `attention_factor` replaces
+    the default factor, and `attn_factor` is ignored."""
     if rope["rope_type"] != "yarn" or not {"attn_factor", "attention_factor"} & rope.keys():
         return
     trained, default = yarn_factors(rope)

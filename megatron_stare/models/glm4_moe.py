@@ -1,10 +1,11 @@
 """Defines GLM-4.5, which has leading dense layers, followed by layers with routed and shared
-experts. Sigmoid scores plus a bias choose the routed experts.
+experts. The router chooses the routed experts of a token by each expert's sigmoid score plus a
+bias.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
-weights of the chosen experts (Wang et al., arXiv 2408.15664). The bias is not trained, so engines
-and checkpoints get the loaded values. The trained model leaves out the multi-token prediction
-layers, which follow the last layer in a checkpoint.
+weights of the chosen experts (Wang et al., arXiv 2408.15664). The experts' biases are not trained,
+so engines and checkpoints get the loaded biases. The trained model leaves out the multi-token
+prediction layers, which follow the last layer in a checkpoint.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Glm4Moe(Qwen3Moe):
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
         """Returns True if a tensor belongs to the multi-token prediction layers. In a checkpoint,
         the layer numbers of the multi-token prediction layers follow the number of the model's last
-        layer. The multi-token prediction layers also contain an embedding and a head."""
+        layer. The multi-token prediction layers also contain an embedding and an output head."""
         in_layer = _IN_LAYER.fullmatch(name)
         return (
             in_layer is not None and 0 <= int(in_layer[1]) - shape.layers < shape.prediction_layers

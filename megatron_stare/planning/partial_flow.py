@@ -5,9 +5,9 @@ Response lengths are assumed to be exponentially distributed with the planned me
 the maximum. Below the maximum length, a response is longer than t tokens with probability exp(-t /
 mean), and a group of n responses is complete after t tokens with probability (1 - exp(-t /
 mean))^n. Groups that begin in the same step form a cohort. The simulation computes, round by round,
-how many groups of each cohort are complete on average. It leaves out the first WARM_UP steps and
-averages over the next COUNTED steps. The rule in rollout/sources/partial_sampling.py decides which
-complete groups are taken for training.
+how many groups of each cohort are complete on average. The simulation leaves out the first WARM_UP
+steps and averages over the next COUNTED steps. The rule in rollout/sources/partial_sampling.py
+decides which complete groups are taken for training.
 """
 
 from __future__ import annotations

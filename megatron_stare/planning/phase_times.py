@@ -81,8 +81,8 @@ def attention_matrices(shape: ModelShape) -> int:
 
 
 def body_matrices(shape: ModelShape) -> int:
-    """Returns the number of matrix entries that one token uses, summed over all layers. The
-    matrices are the projections, the router and the feed-forward part."""
+    """Returns the number of weight-matrix entries that one token uses, summed over all layers. The
+    matrices of a layer are the attention projections, the router and the feed-forward matrices."""
     attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
@@ -117,8 +117,8 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Returns the lengths `prompt` and `response`. If a length is None, the length that the
-        configuration expects is used instead."""
+        """Returns the mean lengths `prompt` and `response`, in tokens. If a length is None, the
+        length that the configuration expects is used instead."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
@@ -127,14 +127,14 @@ class Lengths:
 class Work:
     """The work of a phase, from which the phase's time is predicted.
 
-    `ideal`: seconds at the peak rate, including the pipeline's idle time. The prediction divides
-        `ideal` by the share of the peak rate that the run reaches. For the weight sync, `ideal` is
-        the number of bytes of the weights. The prediction divides this number by the speed of the
-        weight sync in bytes per second.
-    `fixed`: seconds that are added to the prediction unchanged.
+    `ideal`: seconds that the phase would take at the peak rate, including the pipeline's idle time.
+        The prediction divides `ideal` by the share of the peak rate that the run reaches. For the
+        weight sync, `ideal` is not a time, but the size of the weights in bytes. The prediction
+        divides the size of the weights by the speed of the weight sync in bytes per second.
+    `fixed`: seconds that the prediction adds without scaling them.
     `moved`: seconds that the ranks need to move every hidden state through memory once, including
         the pipeline's idle time. A token has one hidden state per layer. The method `seconds`
-        multiplies this value by the argument `moves`. The argument `moves` is the number of hidden
+        multiplies `moved` by the argument `moves`. The argument `moves` is the number of hidden
         states that the phase moves through memory per token and layer.
     """
 
@@ -168,7 +168,8 @@ class Step:
 
     @property
     def tokens_s_gpu(self) -> float:
-        """Training speed: prompt and response tokens of a step, per second and per GPU."""
+        """Training speed: the number of prompt and response tokens of a step, divided by the step's
+        seconds and by the number of GPUs."""
         return self.tokens / self.seconds / self.gpus
 
     def mfu(self, gpu: Gpu) -> float:
@@ -248,8 +249,8 @@ def log_prob_work(
     run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, nbytes: Mapping[str, int]
 ) -> Work:
     """Returns the total work of all forward-only passes over the batch. Each pass fills and drains
-    the pipeline once. If the parameters were offloaded for the rollout, they return first, even
-    without a pass."""
+    the pipeline once. If the parameters were offloaded for the rollout, the work includes loading
+    the parameters back to the device, even if the run makes no forward-only pass."""
     config, shape = run.config, run.shape
     batch, passes = config.batch, forwards(run)
     sequences = passes * batch.prompts * batch.samples_per_prompt
@@ -268,7 +269,7 @@ def update_work(
     run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, nbytes: Mapping[str, int]
 ) -> Work:
     """Returns the work of all optimizer steps on a rollout batch. If the optimizer was offloaded
-    for the rollout, its state returns first."""
+    for the rollout, the work includes loading the optimizer's state back to the device."""
     config, shape = run.config, run.shape
     batch, parallel = config.batch, config.parallel
     sequences = batch.epochs * batch.prompts * batch.samples_per_prompt
@@ -370,8 +371,9 @@ def request_time(
     """Predicts how long a request takes, with the same coefficients as `rollout_seconds`. A
     decoding step takes equally long for every request in the batch.
 
-    With partial rollouts, a request adds at most `partial.tokens` tokens, and every request of the
-    batch is assumed to continue a response, whose context the server reads again.
+    With partial rollouts, a request adds at most `partial.tokens` tokens. Every request of the
+    batch is then assumed to continue an unfinished response, so the server first reads the context
+    of this response again.
     """
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
@@ -419,8 +421,8 @@ def _at_once(config: Config, growing: float, context: float, served: ServedMemor
 
 def _cached_token(config: Config, shape: ModelShape, served: ServedMemory | None) -> float:
     """Returns the number of bytes that each rank of a server reads, on average, for the keys and
-    values of one token. Ranks beyond the number of key/value heads repeat heads. An attention group
-    reads the cache of its own requests only."""
+    values of one token. If a server has more ranks than key/value heads, several ranks hold the
+    same head. An attention group reads the cache of its own requests only."""
     if served:
         return served.token / config.sglang.attention_data_parallel
     size = 1 if config.sglang.kv_cache_dtype else BYTES[config.sglang.dtype or config.model.dtype]

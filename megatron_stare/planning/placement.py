@@ -33,8 +33,8 @@ class Awaited:
     """Options of a restarted run that waits until its lost nodes are back.
 
     `limit_s`: longest wait, in seconds.
-    `on_gpus`: True if the run used GPUs before the restart. The run then also waits until the
-        cluster has GPUs again.
+    `on_gpus`: True if the run used GPUs before the restart. If `on_gpus` is True, the run also
+        waits until the cluster has GPUs again.
     `tell`: function that prints what the run waits for.
     """
 
@@ -158,9 +158,9 @@ class Demand:
 class Plan:
     """Placement of a run.
 
-    `ranks`: the node of every rank, by rank.
-    `parts`: the node of every replica part. Only replicas on GPUs have parts. The parts of replica
-        0 come first, then the parts of replica 1, and so on.
+    `ranks`: the node of every trainer rank, in the order of the ranks.
+    `parts`: the node of every replica part. Replicas that use no GPUs have no parts. The parts of
+        replica 0 come first, then the parts of replica 1, and so on.
     `block`: number of ranks per block. The first block begins with rank 0, and each block consists
         of consecutive ranks. All ranks of a block are on the same node.
     """
@@ -273,7 +273,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
     """Raises ConfigError if the ranks and replicas in `demand` would not fit on the nodes even if
-    all GPUs were free. Such a run could never start, however long it waited."""
+    all GPUs were free. If the ranks and replicas do not fit even then, waiting for free GPUs would
+    never help."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(
@@ -318,9 +319,8 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """Returns the smallest number of equal parts into which a set of GPUs can be divided if the
-    size of a part is limited. `gpus` is the number of GPUs in the set. `most` is the largest
-    allowed number of GPUs per part."""
+    """Returns the smallest number of equal parts into which `gpus` GPUs can be divided if a part
+    may have at most `most` GPUs."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )
@@ -347,8 +347,8 @@ def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
 
 
 def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
-    """Returns an error that names the lost nodes among `nodes`, the nodes of a plan. Returns None
-    if all nodes of the plan are alive."""
+    """Returns an error that names the lost nodes of a plan. `nodes` are all nodes of the plan.
+    Returns None if all nodes of the plan are alive."""
     alive = {node.id for node in now if node.alive}
     lost = [str(node) for node in nodes if node.id not in alive]
     if not lost:

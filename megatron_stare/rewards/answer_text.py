@@ -50,8 +50,8 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 def bare(text: str) -> str:
     r"""Removes decoration from an answer. Decoration is: dollar signs, spacing, fonts, colours,
     labels, check marks, and a full stop at the end. A modulus such as \pmod{7} is also decoration.
-    If an answer such as (B) 12 contains a multiple-choice letter and a value, the letter is also
-    decoration. Also rewrites numbers such as 1e5 as powers of ten."""
+    In an answer that contains a multiple-choice letter and a value, such as (B) 12, the letter is
+    also decoration. Also rewrites numbers such as 1e5 as powers of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
     text = _LABEL.sub("", text)
@@ -138,16 +138,18 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Compares two numbers. Two integers must be exactly equal. If at least one of the numbers is
-    not an integer, their difference may be at most 1e-6 times the smaller of 1 and |wanted|."""
+    """Compares two numbers. Two integers count as the same number only if they are exactly equal.
+    If at least one of the numbers is not an integer, their difference may be at most 1e-6 times the
+    smaller of 1 and |wanted|."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
 
 
 def intervals(text: str) -> str | None:
-    """Converts two or more inequalities that are joined by 'or', such as 'x < -2 or x > 1', to a
-    union of intervals. Returns None for any other text."""
+    r"""Converts two or more inequalities, such as x < -2 \lor x > 1, to a union of intervals. The
+    inequalities must be joined by \text{or}, \lor, \vee or \cup. Returns None for any other
+    text."""
     parts = [_interval(part) for part in _OR.split(re.sub(r"\s+|\\left|\\right", "", text))]
     return r"\cup".join(filter(None, parts)) if len(parts) > 1 and all(parts) else None
 
@@ -209,7 +211,8 @@ def alike(wanted: str, given: str) -> bool:
 
 def ends_in_a_name(text: str) -> bool:
     """Returns True if an answer ends in a letter that follows neither another letter nor a
-    backslash. The letter is then a variable, not a unit: the t in 'cos 2t' does not mean tonne."""
+    backslash. Such a letter is a variable, not a unit. For example, the t in 'cos 2t' does not mean
+    tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 

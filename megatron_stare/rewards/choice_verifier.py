@@ -47,9 +47,9 @@ def normal_answer(response: str) -> str:
 
 
 def _letters(text: str) -> frozenset[str] | None:
-    """Returns the letters, such as B, of all answer options that a text names. The text is split
-    at commas, semicolons and the word 'and'. Returns None if one of the resulting parts is not a
-    choice."""
+    """Returns the letters, such as B, of all answer options that a text names. The text is split at
+    commas, semicolons and the word 'and'. Returns None if a piece of the split text is not the
+    letter of an option."""
     text = without_fonts(text).replace("$", "").strip()
     parts = [_LETTER.fullmatch(plain(part)) for part in _SEPARATOR.split(text)]
     return frozenset(part[1].upper() for part in parts if part) if all(parts) else None

@@ -8,8 +8,8 @@ separate processes with a time limit.
 The verifier's module may also define a sequence `KNOWN_ANSWERS` and three functions:
 
 - `KNOWN_ANSWERS` contains triples (response, answer, reward). Every worker first tests the verifier
-  on these triples. For each triple, the worker grades the response with the verifier and compares
-  the result with the triple's reward.
+  on the triples of `KNOWN_ANSWERS`. For each triple, the worker grades the response with the
+  verifier and compares the result with the triple's reward.
 
 - `self_test()` tests behaviour that `KNOWN_ANSWERS` cannot cover, and returns a list of faults.
 

@@ -47,8 +47,8 @@ class Selected:
         tokens that the method removes from the loss. Outside the given mask, the factor is 1, but
         the product in `advantages` is 0.
     `advantages`: float32 product of the given advantages and `weights`; 0 outside the mask.
-    `codes`: int8 code of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set.
-        Tokens get the codes of their sets even while the gate is closed.
+    `codes`: int8 code of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set. A
+        closed gate does not change the codes.
     `counted`: bool, True for tokens that count in the denominator of a mean over tokens.
     `metrics`: numbers to log, the same on every rank.
     """
@@ -144,8 +144,8 @@ class Selector:
         return self._select(batch, shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the method, its settings and its state as plain values. The values are the same
-        on every rank."""
+        """Returns a dict of plain Python values, without tensors. The dict contains the method, its
+        settings and its state. The values are the same on every rank."""
         return {
             "version": 1,
             "method": self.method,

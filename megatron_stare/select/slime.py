@@ -5,8 +5,8 @@
         --custom-tis-function-path stare_select.slime.uncorrected \\
         --custom-config-path stare.yaml ...
 
-The section `stare` of the file stare.yaml contains the selector's settings. After slime has
-whitened the advantages, slime calls `weigh`, so the whitening does not change the weights. With
+The section `stare` of the file stare.yaml contains the selector's settings. slime calls `weigh`
+after slime has whitened the advantages, so the whitening does not rescale the weights. With
 `--get-mismatch-metrics`, slime computes log-probs before the update. The function `uncorrected`
 leaves slime's loss unchanged. This module imports slime, which this project does not install. Only
 users of slime import this module.
@@ -53,7 +53,7 @@ def probe() -> str | None:
 
 
 def check(args: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if settings of slime make the selection inexact."""
+    """Raises ConfigError if settings of slime prevent an exact selection of tokens."""
     faults = {
         "--use-rollout-entropy": (
             not args.use_rollout_entropy,
@@ -227,8 +227,8 @@ def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor,
 
 
 def changed(rollout_data: Mapping[str, Any]) -> str | None:
-    """Checks slime's results. Returns a message about the first result that the adapter cannot use,
-    or None."""
+    """Checks slime's results. Returns a message about the first of slime's results that the adapter
+    cannot use. Returns None if the adapter can use all results."""
     for row, mask in enumerate(rollout_data["loss_masks"]):
         kept = local(mask, rollout_data, row).bool()
         for name in ("log_probs", "entropy", "advantages"):

@@ -129,8 +129,9 @@ class EvaluationFolder:
         return found
 
     def _note(self, row: Mapping[str, Any]) -> tuple[str, bool, Key]:
-        """Stores the response of a row, and returns the response's task, decoding and key. Replaces
-        an earlier response with the same key: its group was sampled again."""
+        """Stores the response of a row, and returns the response's task, decoding and key. If a
+        response with the same key is already stored, the group was sampled again, and the new
+        response replaces the stored response."""
         try:
             response, task = Response.read(row), (str(row["task"]), bool(row["greedy"]))
         except KeyError as error:

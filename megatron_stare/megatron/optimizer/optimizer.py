@@ -30,9 +30,9 @@ _DEFAULT = PerformanceConfig()
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's dynamic loss scale, but updated only when the outcome of a step is known. Megatron
-    updates its own loss scale during the preparation of the gradients, when the outcome of the step
-    is not yet known.
+    """Variant of Megatron's dynamic loss scale that is updated only when the outcome of a step is
+    known. Megatron updates its own loss scale during the preparation of the gradients, when the
+    outcome of the step is not yet known.
 
     Megatron's own class updates the scale whenever it divides a gradient by the scale, even for a
     batch without a loss. In Megatron, the optimizer of the experts updates one loss scale, and the
@@ -52,8 +52,8 @@ class LossScale(DynamicGradScaler):
     @property
     def exhausted(self) -> bool:
         """True if the loss scale is at its minimum. If the loss scale is at its minimum, a gradient
-        overflow is not attributed to the loss scale, because the loss scale cannot become smaller.
-        Waits for the device."""
+        overflow counts as a gradient that is not finite, because the loss scale cannot become
+        smaller. Waits for the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
@@ -147,14 +147,13 @@ class Outcome:
     """The outcome of an optimizer step.
 
     `grad_norm`: norm of the unscaled gradient before clipping.
-    `finite`: false if the gradient or the loss was not finite. There is one exception: if the
-        gradient overflowed because the loss scale was too large, `finite` is true, and `skipped`
-        reports the overflow.
-    `empty`: whether no token of the batch had a loss.
+    `finite`: false if the gradient or the loss was not finite. If the gradient overflowed only
+        because the loss scale was too large, `finite` stays true, and `skipped` is true.
+    `empty`: true if the batch contained no token with a loss.
     `skipped`: whether the step was skipped because the loss scale was too large for float16. The
-        next update uses the same scale or a smaller scale.
-    `held`: true if the gradient norm was finite, but above its limit. In this case, no step was
-        taken.
+        next update uses a smaller loss scale, or the same loss scale if fewer than
+        `optimizer.hysteresis` overflows have occurred since the loss scale last grew.
+    `held`: true if no step was taken because the gradient norm was finite but above its limit.
     """
 
     grad_norm: float

@@ -46,12 +46,11 @@ class Objective:
 
     `tokens`: this rank's N positions. The positions of other mini-batches are masked, and the token
         counts cover only this mini-batch.
-    `rows`: [m] int64 indices into the N positions. The indices select the m positions of the
-        mini-batch.
+    `rows`: [m] int64 indices of the mini-batch's m positions among this rank's N positions.
     `statistics`: statistics of the mini-batch over all ranks.
     `own`: the statistics of each micro-batch, keyed by the micro-batch's span. If the setting
         statistics.scope is micro_batch, each micro-batch uses its entry in the dict `own`, and not
-        the field `statistics`. For other scopes, the dict `own` is empty.
+        the field `statistics`. If statistics.scope has another value, the dict `own` is empty.
     `is_log_prob_pass`: whether this training pass is also the log-prob pass. In a log-prob pass,
         the old log-probs equal the current log-probs.
     """
@@ -88,8 +87,9 @@ class Objective:
         }
 
     def tokens_of(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> TokenBatch:
-        """Returns a micro-batch's tokens for the method, with the current log-probs [n] and
-        entropies [n]."""
+        """Returns the TokenBatch that the method gets for a micro-batch. The TokenBatch contains
+        the current log-probs [n] and, if the method needs their gradient, the current entropies
+        [n]."""
         rows = torch.arange(micro.span.start, micro.span.stop, device=log_prob.device)
         tokens = replace(
             self.tokens.select(rows),
@@ -102,7 +102,8 @@ class Objective:
 
     def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns [N] int8: the result of `Method.selected` at the positions of the given
-        micro-batches, and 0 at other positions. Uses the log-probs of the log-prob pass."""
+        micro-batches, and 0 at other positions. Computes the result from the log-probs of the
+        log-prob pass, not from the current log-probs."""
         found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
         for micro in micro_batches:
             seen = self.tokens_of(
@@ -116,9 +117,10 @@ class Objective:
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """Returns a dict that maps the name of each metric of the update to a `Request`. The
-        `Request` defines the statistic that gives the metric's value. The requests use the tensors
-        that `loss` logged on this rank, and the answers cover all ranks."""
+        """Returns a dict that maps the name of each metric of the update to a `Request`. A
+        `Request` asks for a sum, a maximum or a mean over the mini-batch's tokens. Each `Request`
+        contains a tensor that `loss` logged on this rank, but the metric's value covers the tokens
+        of all ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),

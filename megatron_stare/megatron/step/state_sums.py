@@ -1,9 +1,9 @@
 """Computes two sums for each tensor of a run's state, over the part that this rank holds. The sums
 show whether a checkpoint restored the whole state.
 
-The log-probs of a canary batch verify the weights, but not the optimizer. An optimizer state that
-was not restored raises no error and shows only in later steps. Added up over all ranks, the sums
-are the same in every layout, up to rounding in float64.
+The log-probs of a canary batch verify the weights, but not the optimizer. If the optimizer state is
+not restored, no error is raised, and the effect appears only in later steps. Added up over all
+ranks, the sums are the same in every layout, up to rounding in float64.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, di
     """Computes two sums for each tensor of the run's state: the sum of the absolute values, and the
     sum of the squares. The tensors are the policy's weights, the weights of a refreshed reference
     policy, and the optimizer's tensors. A sum covers only the part of the tensor that this rank
-    holds. Each element is summed on only one rank. Rows that pad the vocabulary are left out. Also
-    returns the step counts of Adam and of the schedule."""
+    holds. Each element is summed on only one rank. If a tensor has one row per vocabulary entry,
+    its sums leave out the padding rows. Also returns the step counts of Adam and of the
+    schedule."""
     with backend():
         return _state_sums(policy, reference)
 

@@ -132,9 +132,9 @@ class EnginePool:
         to replicas before requests of `Serving` objects that were opened later.
 
         Requests that are still in flight when the `Serving` object closes belong to cancelled
-        trajectories: their answers are discarded. If a call to a replica raises an error, every
-        `Serving.finished` raises the same error. After an error, the last `Serving` object to close
-        aborts the requests that are in flight at the replicas.
+        trajectories: their answers are discarded. If a call to a replica raises an error, the
+        method `finished` of every open `Serving` object raises the same error. After an error, the
+        last `Serving` object to close aborts the requests that are in flight at the replicas.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -167,9 +167,9 @@ class EnginePool:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Context manager. Inside the `with` block, the pool requests no tokens from the replicas.
-        Before the `with` block begins, waits until the calls in progress have ended. Until the
-        caller's `with` block ends, a `Serving` object in the event loop of another thread sends no
-        requests to the replicas. Each replica keeps the requests that it has already received.
+        Before the `with` block begins, waits until the calls in progress have ended. A `Serving`
+        object in another thread's event loop also sends no requests until the `with` block ends.
+        Each replica keeps the requests that it has already received.
 
         Raises:
             RuntimeError: the caller runs in the event loop of the open `Serving` object. The wait
@@ -200,8 +200,8 @@ class EnginePool:
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """Returns, for each sequence, the log-probs at temperature 1 of all tokens after the first
-        token. The result maps each replica's index to a list with one entry per sequence. Lost
-        replicas are left out of the result.
+        token. The result maps the index of each replica to a list with the log-probs of every
+        sequence. Lost replicas are left out of the result.
 
         Raises:
             UserError: the engines are not servers.

@@ -6,9 +6,9 @@ round, every unfinished response grows until it is finished or has grown by a fi
 tokens. Rounds continue until enough groups are complete. At the end of a step, unfinished responses
 are kept with the weight version of every token. Unfinished responses continue in the next step,
 together with responses to new prompts. As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), the
-length of a round is a number of tokens, not a time. With this definition of a round, the selection
-of groups depends only on seeds and weights. As in APRIL (arXiv 2509.18521), more groups are sampled
-than a step takes.
+length of a round is a number of tokens, not a time. Because a round is measured in tokens, the
+selection of groups depends only on seeds and weights, and not on timing. As in APRIL (arXiv
+2509.18521), more groups are sampled than a step takes.
 
 A group consists of all responses to one prompt.
 """
@@ -57,14 +57,15 @@ class PartialGroups(Groups):
     the groups whose prompts come first in the prompt stream.
 
     Between steps, this object keeps every prompt that was taken from the stream but not trained on.
-    Each prompt of the stream is therefore used exactly once. A complete group waits only for older
-    groups, and each unfinished response grows in every step. The age of a token is therefore at
-    most `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups` versions.
+    Each prompt of the stream is therefore used exactly once. A complete group is delayed only by
+    groups with earlier prompts, and each unfinished response grows in every step. The age of a
+    token, in weight versions, is therefore at most
+    `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups`.
 
     With dynamic sampling (see InformativeGroups), a complete group whose rewards are all equal is
     dropped. If a step still needs complete groups after a round, new groups replace the dropped
-    groups. If the allowed refills yield too few groups, dropped groups fill up the step, in the
-    order in which they were dropped.
+    groups. If a step still has too few groups after its last allowed refill, dropped groups fill up
+    the step, in the order in which they were dropped.
 
     Args:
         groups: number of prompt groups per step.
@@ -98,9 +99,9 @@ class PartialGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. Runs rounds. Each round ends when all of its tokens are sampled and all of
-        its verdicts have arrived. If this method fails, the kept responses are unusable and the run
-        must end."""
+        """See Groups. Runs rounds. Each round ends when all tokens of the round are sampled and all
+        its finished responses have rewards. If this method fails, the kept responses are unusable
+        and the run must end."""
         dropped: list[Group] = []
         rounds, refills = 0, 1
         self._refill(params.step)

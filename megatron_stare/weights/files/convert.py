@@ -116,8 +116,9 @@ def companions_of(checkpoint: Path) -> Path:
 
 
 def stops_of(checkpoint: Path) -> list[int]:
-    """Returns the tokens that end turns of the demonstrations from which a checkpoint's run learnt.
-    Returns [] if the checkpoint has no readable state of a run, or does not record these tokens."""
+    """Returns the ids of the tokens that end turns in the demonstrations on which a checkpoint's
+    run trained. Returns [] if the checkpoint has no readable run_state.json, or if run_state.json
+    does not contain these ids."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return json.loads((checkpoint / "run_state.json").read_text()).get("stops", [])
     return []
@@ -247,8 +248,8 @@ def _copied(
     both formats. This copy (copy_file_range) costs half as much as reading the block into this
     process and writing the block from this process.
 
-    Returns the number of copied bytes. Returns 0 if the bytes differ between the formats or are not
-    contiguous.
+    Returns the number of copied bytes. Copies nothing and returns 0 if the block's bytes differ
+    between the two formats or are not contiguous.
     """
     (at, *others), entry = block.hf, part.entries[block.hf[0].name]
     if others or DTYPES[entry.dtype] != checkpoint.dtypes[place.key]:

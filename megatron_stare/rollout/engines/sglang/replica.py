@@ -233,8 +233,8 @@ def check_servers(config: Config, shape: ModelShape) -> None:
 
 
 def server_flags(config: Config) -> dict[str, str]:
-    """Returns the flags with which servers must have been started. In the returned dict, each key
-    is a flag. The value is the name of the enabled setting that needs the flag, such as
+    """Returns a dict of the flags with which servers must have been started. Each key is a flag,
+    and each value is the name of the enabled setting that needs the flag, such as
     `sglang.seeds`."""
     wanted = {
         "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
@@ -246,8 +246,8 @@ def server_flags(config: Config) -> dict[str, str]:
 
 def sglang_python(config: Config) -> str:
     """Returns the Python interpreter of SGLang's environment. The setting `sglang.python` or the
-    environment variable MEGATRON_STARE_SGLANG_PYTHON names the interpreter. If neither the setting
-    nor the variable is set, returns the interpreter in the checkout's .venv-sglang.
+    environment variable MEGATRON_STARE_SGLANG_PYTHON names the interpreter. By default, the
+    function returns the interpreter in the checkout's folder .venv-sglang.
 
     Raises:
         ConfigError: no source names an interpreter. A package that was installed from a wheel has
@@ -309,7 +309,7 @@ def server_options(
 
 
 def servers_target(config: Config) -> ServersTarget:
-    """Returns the target of the run's weight syncs. The target contains no servers yet."""
+    """Returns the target of the run's weight syncs. The target's list of servers is still empty."""
     return ServersTarget(
         config.sglang.sync,
         config.runtime.timeout_s,
@@ -326,8 +326,9 @@ def served_dtype(config: Config) -> str:
 
 
 def server_layout(config: Config) -> ServerLayout:
-    """Returns the layout of the servers that a configuration asks for. For running servers, the
-    settings of the layout have their defaults, and the device counts as a GPU."""
+    """Returns the layout of the servers that a configuration asks for. If the run attaches to
+    running servers, the layout's settings must have their default values, and the servers are
+    assumed to run on GPUs."""
     asked = config.sglang
     return ServerLayout(
         "cuda" if asked.urls else server_device(config),

@@ -233,8 +233,8 @@ class Sending:
 
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
-    """Returns the device from which this process transfers buckets. The device is a GPU if this
-    process has a GPU and all servers run on GPUs. Otherwise the device is the CPU."""
+    """Returns the device from which this process transfers buckets. If this process has a GPU and
+    all servers run on GPUs, the device is a GPU, and otherwise the CPU."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
