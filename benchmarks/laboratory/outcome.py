@@ -270,8 +270,8 @@ def section(told: Mapping[str, Any]) -> list[str]:
         f"A Qwen2 of 2 layers and width 64 was trained with `megatron-stare`: {each} tuning runs"
         f" for each arm and task, then {len(plan['seeds']['evaluation'])} with other seeds, all in"
         f" {hours:.1f} hours. The plan, `benchmarks/laboratory/preregistration.yaml`,"
-        " names the tasks, the learning rates to try, the comparisons and the predictions. It was"
-        " committed before the runs."
+        " names the tasks, the learning rates to try, the comparisons and the predictions."
+        " The plan was committed before the runs."
         " `benchmarks/laboratory/digits.py` implements the tasks.",
         "",
         *decided(told),
@@ -294,9 +294,11 @@ def section(told: Mapping[str, Any]) -> list[str]:
     lines += afterwards(told) or at_the_edge(told)
     lines += ["Greedy accuracy, which the plan names, was not recorded.", ""]
     lines += [
-        "Pass@1 relative to GRPO, as the maps predict it and as observed. Same: the 95 % interval"
-        f" lies within {plan['least']} of 0. Higher, lower: it does not contain 0, and the"
-        f" mean is at least {plan['least']} from 0. Undecided: neither, or no spread.",
+        "The next table shows how pass@1 differs from GRPO's, as the maps predict and as observed."
+        " *Same* means that the difference's 95 % interval lies within"
+        f" {plan['least']} of 0. *Higher* and *lower* mean that the interval does not contain 0 and"
+        f" that the mean is at least {plan['least']} from 0. In all other cases, and if all"
+        " differences are equal, the result is *undecided*.",
         "",
         *predicted(told),
         "",

@@ -106,8 +106,8 @@ OPENING = """\
 
 <!-- made by benchmarks/laboratory/study.py -->
 
-The worlds of this page are so small that all responses can be enumerated. The page shows in which
-of them entropy control raises accuracy.
+This page shows in which toy worlds entropy control raises accuracy. The worlds are so small that
+all responses can be enumerated.
 
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
@@ -118,38 +118,41 @@ logits. The gradient of a prompt is the average of its own gradient and the mean
 prompts, so an update on one prompt also changes the policy on other prompts, as in a network.
 Entropy, expected reward and pass@k are exact. The laboratory implements this project's methods a
 second time; `tests/test_laboratory.py` compares both implementations. *By critical surprisal* is an
-experiment, not a method of this project. It selects all tokens whose surprisal exceeds the critical
-surprisal of their state; the number of selected tokens is not fixed. Methods named *strong* have W
-= 2 or 3, M = 0.2 and a share P of 0.3.
+experiment, not a method of this project. *By critical surprisal* selects all tokens whose surprisal
+exceeds the critical surprisal of their state; the number of selected tokens is not fixed. STARE's
+methods named *strong* have W = 2 or 3, M = 0.2 and a share P of 0.3.
 
 Each cell has {seeds} seeds, and each seed generates a different world. All methods of a cell have
 the same worlds and the same random numbers. A difference counts as proven if it is more than
 {errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes, while
 other programs used the same machine.
 
-**A toy cannot show** what a large model does. Here the states have no common features. A response
-has at most three choices, and the learning rate does not adapt. {trained}
+**A toy cannot show** what a large model does. In these worlds, the states share no features, a
+response has at most three token choices, and the learning rate does not adapt. {trained}
 
-20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate, it
-therefore changes the weights about five times as much for these tokens as other methods do. DG
-multiplies each term by a weight between 0 and 1, so it changes the weights less. Clip_V removes up
+20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
+20-Entropy therefore changes the policy about five times as much for each kept token as other
+methods do. DG multiplies each term by a weight between 0 and 1, so DG changes the policy less than
+other methods do. Clip_V removes up
 to one token per step from the loss, which is a far larger share of a batch here than in a large
 run. OPEFO and GEPO are not in the maps, because their formulas are inferred.
 
 ## Where methods differ from the first of each map
 
-Cells repeat a training if neither the method nor the map's first depends on one of the settings
-(a target, for example). The table counts such a training once.
+If neither a method nor the map's first method depends on a setting (a target, for example), several
+cells of the map repeat the same training. The table counts a repeated training once.
 """
 CHOOSING = """\
-Each map varies two settings. A row of the first table shows one of the two settings. The row's
-pass@1 is the mean over all values of the other setting. Use only the direction, not the value,
-because the target in nats depends on the model. `megatron-stare suggest` suggests a target from a
-run's first steps ([tuning](tuning.md)). The second table compares each method with the first method
-of a map by the figure that answers the map's question. It counts the trainings in which this figure
-is better and subtracts those in which it is worse. The table names the methods for which the result
-is the largest share of trainings, each with its mean difference. A distance from the target counts
-once for each target.
+Each map varies two settings. Each row of the first table is about one setting of a map, and gives
+pass@1 as the mean over all values of the map's other setting. Use only the direction in which a
+setting helps, not its best value, because the target in nats depends on the model. `megatron-stare
+suggest` suggests a target from a run's first steps ([tuning](tuning.md)).
+
+The second table compares each method with the first method of a map by the figure that answers the
+map's question. A method's score is the number of trainings in which the figure is better than the
+first method's, minus the number of trainings in which the figure is worse. The table names the
+methods whose score is the largest share of all trainings, and gives each method's mean difference
+in brackets. If the figure is the distance from the target, a training counts once for each target.
 """
 
 
@@ -438,8 +441,8 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
         else:
             lines += [
                 f"Each cell gives the best method and its mean {FIGURES[figure]}. The number in"
-                f" brackets is the same mean for the map's first method"
-                f" ({NAMES[methods(told)[0]]}).",
+                f" brackets is the mean {FIGURES[figure]} of the first method,"
+                f" {NAMES[methods(told)[0]]}.",
                 "",
                 *best(name, told, figure),
                 "",
