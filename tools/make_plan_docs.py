@@ -181,8 +181,8 @@ def _cause(row: Published, step: Step) -> str:
     _, kept = predicted(replace(row, recompute="none"))
     return (
         f". The difference exceeds {CLAIMED:.0%}. Training takes most of this step. NVIDIA did not"
-        " publish whether this run recomputed activations; NVIDIA's recipe now does. Without"
-        f" recomputation, the predicted step is {kept.seconds:.1f} s"
+        " publish whether this run recomputed activations; NVIDIA's current recipe recomputes"
+        f" them. Without recomputation, the predicted step is {kept.seconds:.1f} s"
         f" ({_off(row.seconds, kept.seconds)} from the published time)"
     )
 
