@@ -2,9 +2,9 @@
 with the mean entropy of the response.
 
 Let E be the mean entropy of a response under the old policy. Let n and m be the numbers of correct
-and wrong responses to the prompt. In the reward of a correct response, the sum runs over the
-prompt's correct responses. In the reward of a wrong response, the sum runs over the prompt's wrong
-responses.
+and wrong responses to the prompt. The reward of a correct response contains a sum over all correct
+responses to the prompt. The reward of a wrong response contains a sum over all wrong responses to
+the prompt.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)
@@ -79,8 +79,9 @@ class GrpoS(Clipped):
         }
 
     def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns the shaped rewards, [B] float64, and the mask of the responses that have tokens
-        in the baseline, [B] bool."""
+        """Returns the shaped rewards, [B] float64, and a mask of responses, [B] bool. The mask is
+        True for a response if its reward enters the baseline of the advantages and the filters keep
+        at least one of its tokens."""
         length = tensor(statistics, "grpo_s/length")
         counted, groups = length > 0, _whole(batch.groups)
         correct = _whole(batch.rewards) >= self.correct_from
@@ -103,8 +104,8 @@ class GrpoS(Clipped):
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """Returns each response's advantage (r - mean) / (std + eps), [B] float64. Here r is the
-        shaped reward, and mean and std are taken over the prompt group. The standard deviation uses
-        n, not n - 1."""
+        shaped reward, and mean and std are taken over the prompt group. The variance is divided by
+        the number n of responses, not by n - 1."""
         reward, counted = self.shaped(batch, statistics)
         groups = _whole(batch.groups)
         return group_advantages(
@@ -134,8 +135,9 @@ class GrpoS(Clipped):
 
 
 def refuse_by_token(aggregation: Aggregation, correction: Correction | None) -> None:
-    """Raises ValueError for a token-level aggregation or correction. A loss with one number per
-    response can only be averaged and weighted per response."""
+    """Raises ValueError if `aggregation` is not 'sequence_mean', or if `correction` compares or
+    rejects the ratios of single tokens. The loss is one number per response, so tokens cannot be
+    averaged or corrected separately."""
     if aggregation != "sequence_mean":
         raise ValueError("the loss is one number a response, so aggregation must be sequence_mean")
     if correction is not None and (correction.level == "token" or correction.reject is not None):

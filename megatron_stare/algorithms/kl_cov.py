@@ -37,8 +37,8 @@ class KlCov(PolicyGradient):
 
     `share`: the share of all tokens that get the penalty beta |ln p - ln p_old|. The paper uses
         2e-3 for 7B models and 2e-4 for 32B models.
-    `coef`: beta, the weight of the penalty. The weight is 1 in the original repository and 0.1 in
-        verl's configuration.
+    `coef`: beta, the weight of the penalty. The weight beta is 1 in the original repository and 0.1
+        in verl's configuration.
     `advantage_spread`: the divisor of the difference between a reward and the group's mean reward
         (see advantage.py).
     """

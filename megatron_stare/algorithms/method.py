@@ -76,25 +76,26 @@ class Method(ABC):
     @property
     def reads_log_prob_pass(self) -> str | None:
         """Returns a sentence that says why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if the method can do without the log-prob pass. A method with a
-        gate for the whole batch can do without the log-prob pass if no other part of the method
-        needs the log-prob pass. Such a gate can use the entropies of the training pass instead of
-        the entropies of the log-prob pass.
+        log-prob pass. Returns None if the method can do without the log-prob pass. A gate for the
+        whole batch can use the entropies of the training pass instead of the entropies of the
+        log-prob pass. A method with a gate for the whole batch can therefore do without the
+        log-prob pass if no other part of the method needs the log-prob pass.
 
-        A run can skip the log-prob pass (`statistics.gate: lagged`) only if this property is None.
-        A run without the log-prob pass makes one update per rollout batch. Without the log-prob
-        pass, `requests` gets NaN as old log-probs and entropies. Without the log-prob pass,
-        `control` runs after the training pass, because only the training pass computes log-probs
-        and entropies. Without the log-prob pass, `token_loss` gets the detached current log-prob as
-        the old log-prob.
+        A run can skip the log-prob pass (`statistics.gate: lagged`) only if `reads_log_prob_pass`
+        is None. A run without the log-prob pass makes one update per rollout batch. Without the
+        log-prob pass, `requests` gets NaN as old log-probs and entropies. Without the log-prob
+        pass, `control` runs after the training pass, because only the training pass computes
+        log-probs and entropies. Without the log-prob pass, `token_loss` gets the detached current
+        log-prob as the old log-prob.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
     @property
     def measures_every(self) -> int:
-        """Returns n if the trainer must measure the entropy change in every n-th step and pass it
-        to `observe`. The value 0 means no measurements. A measurement takes one forward pass, and
-        is possible only in runs with one update per rollout batch."""
+        """Returns n if the trainer must measure the entropy change in every n-th step and pass the
+        entropy change to `observe`. Returns 0 if the trainer must not measure the entropy change.
+        Each measurement of the entropy change takes one forward pass. The entropy change can be
+        measured only in runs with one update per rollout batch."""
         return 0
 
     @property
@@ -106,7 +107,7 @@ class Method(ABC):
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
         """Returns the mask of the responses that contribute to the loss, [B] bool. If a response
         contributes to the loss, only its tokens in the loss mask contribute. If a response does not
-        contribute to the loss, its tokens count neither in N nor in quantiles."""
+        contribute to the loss, neither the token counts nor the quantiles include its tokens."""
         return batch.verified
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
@@ -121,7 +122,8 @@ class Method(ABC):
         """Returns the rollout batch with the columns `advantages`, `carries_loss`, `baseline_mask`
         and `penalties` filled in.
 
-        Only `judge` computes the four columns, and every rank reads them from the batch.
+        Only `judge` computes the columns `advantages`, `carries_loss`, `baseline_mask` and
+        `penalties`. Every rank reads these columns from the batch.
 
         Raises:
             DataError: a response has several branches, but the loss couples all tokens of a
@@ -190,23 +192,23 @@ class Method(ABC):
         factor is 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns an integer for each token, [N] int8. The integer is the code of the token set
-        that contains the token. The property `selects` lists the possible sets. The codes are meant
-        for diagnostics and for people who read responses.
+        """Returns for each token the code of the token set that contains the token, [N] int8. The
+        property `selects` lists the possible sets. The codes of the token sets are meant for
+        diagnostics and for people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of
         negative advantage. Code 2 is U+, the common tokens of positive advantage, and -2 is U-, the
-        common tokens of negative advantage. Code 0 means no set.
+        common tokens of negative advantage. Code 0 means that the token is in no set.
         """
         return torch.zeros_like(batch.loss_mask, dtype=torch.int8)
 
     def empty(self, statistics: Statistics) -> Tensor:
-        """Returns True if no token of the whole mini-batch has a loss, 0-dim bool. If no token has
-        a loss, the trainer skips the optimizer step, because a step without gradient would still
-        apply momentum and weight decay."""
+        """Returns a 0-dim bool, which is True if no token of the whole mini-batch has a loss. If no
+        token has a loss, the trainer skips the optimizer step, because a step without gradient
+        would still apply momentum and weight decay."""
         return scalar(statistics, "tokens") == 0
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
-        """Returns scalars to log, by name. Tensors are 0-dim and stay on the device until the end
-        of the step."""
+        """Returns scalars to log, by name. A scalar can be a 0-dim tensor, which stays on the
+        device until the end of the step."""
         return {}

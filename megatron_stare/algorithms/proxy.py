@@ -3,8 +3,8 @@ arXiv 2606.19236, appendix B.2).
 
 STARE selects the tokens of highest surprisal in the whole batch. STARE's selection approximates the
 set of tokens whose surprisal s is above the critical surprisal s* of their position. The module
-sensitivity.py computes s* from the distribution at the position. Each set of tokens has these
-measures:
+sensitivity.py computes the critical surprisal of a position from the policy's distribution at this
+position. Each set of tokens has these measures:
 
     precision   share of L+ with s > s*, of U+ with s <= s*; likewise for L- and U-
     A Phi       sum over the set; negative if L+ is selected correctly, since the tokens of L+
@@ -84,8 +84,8 @@ def proxy_metrics(
 ) -> dict[str, Tensor]:
     """Returns the 0-dim metrics `forecast/precision_*` and `forecast/a_phi_*` of every set. The
     precision of an empty set is NaN. The metrics `forecast/a_phi_*` are in nats per unit step in
-    the logits. These metrics therefore have the factor 1 / T^2, where T is the sampling temperature
-    (see sensitivity.py)."""
+    the logits, and therefore contain the factor 1 / T^2, where T is the sampling temperature (see
+    sensitivity.py)."""
     found = {}
     for each in sets:
         number = scalar(statistics, f"proxy/{each.name}")

@@ -76,8 +76,8 @@ class Steered(Reweighted):
         return {"entropy": Mean(batch.entropy, batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Updates the state from the mean entropy. If the entropy is not finite, the state does not
-        change."""
+        """Updates the method's state from the mean entropy. If the mean entropy is not finite, the
+        method's state does not change."""
         state = super().control(state, statistics)
         if self.entropy_target is None:
             return state

@@ -4,10 +4,10 @@ answer contains by accident.
     I = 0 if A > 0 and p < tau_p and H < tau_h, else 1
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The candidates are the tokens with p < tau_p in correct responses. In v4 of the paper, tau_h is the
-q-quantile of the entropy over all candidates in the batch. In v1 of the paper, tau_h is the
-q-quantile of the entropy over all tokens. Comparisons are strict. If there are no candidates, no
-token is silenced. No official code is known.
+The candidates are the tokens with probability p < tau_p in correct responses. In v4 of the paper,
+the entropy threshold tau_h is the q-quantile of the entropy over all candidates in the batch. In v1
+of the paper, the entropy threshold tau_h is the q-quantile of the entropy over all tokens.
+Comparisons are strict. If there are no candidates, no token is silenced. No official code is known.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class SpuriousTokens:
         )
 
     def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
-        """Returns the mask of the tokens that are not silenced, [N] bool. Without candidates, tau_h
-        is NaN, and no token is silenced."""
+        """Returns the mask of the tokens that are not silenced, [N] bool. If there are no
+        candidates, the entropy threshold tau_h is NaN, and no token is silenced."""
         # Compares float32 values, as the quantile was taken over float32; else the token at the
         # quantile could fall below it
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
@@ -99,10 +99,10 @@ class Stapo(Grpo):
     `tau_p`: the probability below which a token can be spurious.
     `version`: the version of the paper. 'v4' takes the entropy quantile over the candidates. 'v1'
         takes the entropy quantile over all tokens.
-    `quantile`: q. Version 4 of the paper uses the 0.75-quantile. Version 1 of the paper names two
-        values of q, 0.8 and 0.2.
+    `quantile`: q. The entropy threshold is the q-quantile of the entropy. Version 4 of the paper
+        uses q = 0.75. Version 1 of the paper names two values of q, 0.8 and 0.2.
     `interpolation`: the rule by which a quantile that falls between two entropies is interpolated.
-        The paper does not specify this rule.
+        The paper does not specify the interpolation.
     `denominator`: 'kept' divides the loss by the number of kept tokens, as in the paper. 'all'
         divides the loss by the number of all tokens.
     """

@@ -2,9 +2,10 @@
 
 STAPO and STARE treat improbable tokens of correct answers differently. STAPO silences the
 improbable tokens of low entropy, and STARE amplifies all improbable tokens. Here the mask comes
-first. A token that STAPO's mask removes has no loss, does not count in N, and is not one of STARE's
-candidates. Among the improbable tokens of correct answers, STARE therefore amplifies only tokens of
-high entropy. By default, STARE's gate still uses the mean entropy of all response tokens. No paper
+first. A token that STAPO's mask removes has no loss and is not one of STARE's candidates. Among the
+improbable tokens of correct answers, STARE therefore amplifies only tokens of high entropy. The
+divisor of the loss counts the tokens that STAPO's mask removes only if `spurious.denominator` is
+'all'. By default, STARE's gate still uses the mean entropy of all response tokens. No paper
 proposes or tests the combination of STAPO and STARE.
 """
 

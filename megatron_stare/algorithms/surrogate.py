@@ -1,5 +1,5 @@
-"""Surrogate losses of the policy gradient. One surrogate clips the ratio of a token or of a
-response; the other is CISPO's weighted likelihood."""
+"""Surrogate losses of the policy gradient. The function `clip` clips the ratio of a token or of a
+response. The function `weighted_likelihood` computes CISPO's weighted likelihood."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def clipped_surrogate(
     high: float,
     dual: float | None,
 ) -> Surrogate:
-    """Returns the loss -J with J = min(r A, clip(r, 1 - low, 1 + high) A) and r = p / p_old. If A <
-    0, the dual clip keeps J at or above dual * A.
+    """Returns the loss -J with J = min(r A, clip(r, 1 - low, 1 + high) A) and r = p / p_old. If a
+    token's advantage A is negative, the dual clip keeps the objective J at or above dual * A.
 
     Sources: PPO, arXiv 1707.06347; separate bounds, DAPO, arXiv 2503.14476; dual clip, arXiv
     1912.09729.

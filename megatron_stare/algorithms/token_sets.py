@@ -6,12 +6,12 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order, every operator raises the entropy (sensitivity.py). For each sign of the advantage,
-the rare tokens are the share P with the highest surprisal in the whole batch. If a fixed
+To first order, every operator raises the entropy (sensitivity.py). Of the tokens of each advantage
+sign in the whole batch, the rare tokens are the fraction P with the highest surprisal. If a fixed
 probability bound is set, rare tokens are instead the tokens with p below the bound. The paper does
-not define the common tokens. In this file, the common tokens are all tokens that are not rare
-('complement'), or the share P with the lowest surprisal ('bottom'). The page
-docs/algorithms/stare.md gives the reasons for both definitions.
+not define the common tokens. In this file, the common tokens are either all tokens that are not
+rare ('complement'), or the fraction P of the tokens with the lowest surprisal ('bottom'). The page
+docs/algorithms/stare.md gives the reasons for both definitions of the common tokens.
 """
 
 from __future__ import annotations
@@ -77,10 +77,9 @@ def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
 class Selection:
     """Rule that separates rare tokens from common tokens.
 
-    `share`: the share P. Let n be the number of tokens whose advantage has the set's sign. A set of
-        rare tokens contains P times n of these n tokens, rounded up. If `common` is 'bottom', a set
-        of common tokens contains as many tokens as the set of rare tokens with the same advantage
-        sign.
+    `share`: the share P. Of the n tokens whose advantage has the set's sign, a set of rare tokens
+        contains P * n tokens, rounded up. If `common` is 'bottom', a set of common tokens contains
+        as many tokens as the set of rare tokens with the same advantage sign.
     `rare_below`: the probability below which a token is rare. If `rare_below` is None, `share`
         decides which tokens are rare.
     """
@@ -91,8 +90,7 @@ class Selection:
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
         """Returns a request for the set's threshold. If `rare_below` is set, the threshold is
-        already known. In this case, the returned request asks for the number of tokens in the set
-        instead."""
+        already known, and the returned request asks for the number of tokens in the set instead."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
         # of equal surprisals, the first in canonical order are selected, at either end
@@ -122,8 +120,8 @@ class Selection:
         """Returns the bound of the set, a surprisal in nats. The bound separates the set from the
         other tokens of the same advantage sign. If `share` selects the rare tokens, the bound is
         the surprisal of the least surprising rare token. If `common` is 'bottom', the common tokens
-        are the tokens with the lowest surprisals. The bound of the common tokens is then the
-        highest surprisal of a common token."""
+        are the tokens with the lowest surprisals, and their bound is the highest surprisal of a
+        common token."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

@@ -105,7 +105,7 @@ class FolderWeights(WeightStream):
         """Does nothing, because the stream reads the files only while it sends the weights."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
-        """See WeightStream. This process is the only sender."""
+        """See WeightStream. Only this process sends weights."""
         self._sender = target.sender(0)
         self._sender.expect(prove, None)
         self._sender.begin()

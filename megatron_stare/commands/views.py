@@ -73,7 +73,8 @@ def as_json(status: Status) -> str:
 
 
 def as_text(status: Status) -> str:
-    """Returns a readable text with one line per subject."""
+    """Returns the status as readable text, with one line for each subject, such as 'phase' or
+    'rates'."""
     where = (
         f" on {status.host}" + (f" (process {status.pid})" if status.pid else "")
         if status.host

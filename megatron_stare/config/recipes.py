@@ -34,7 +34,8 @@ class Recipe:
         layers.
     `settings`: the recipe's own settings, which override the settings of all layers of this recipe.
     `reproduces`: the published run, in words.
-    `result`: the run's published results. The short name of the source is in brackets, such as [R].
+    `result`: text with the run's published results, followed by the short name of their source in
+        brackets, such as [R].
     `over`: name of the recipe on which this recipe is based, or None if this recipe is based on no
         other recipe.
     """

@@ -54,7 +54,8 @@ _FIX = (
 class Ran:
     """Result of a program: its output, including a traceback, and whether the program failed.
 
-    `seconds`: wall-clock time of the program. Time spent waiting for a free worker is not included.
+    `seconds`: wall-clock time of the program, without the time that the program waited for a free
+        worker.
     """
 
     output: str
@@ -65,7 +66,8 @@ class Ran:
 class DaemonThreads:
     """Runs calls in at most `most` daemon threads.
 
-    A ThreadPoolExecutor would keep a finished process alive until its last call has returned.
+    When a process exits, Python waits for the running calls of a ThreadPoolExecutor, but not for
+    calls in daemon threads.
     """
 
     def __init__(self, most: int) -> None:
@@ -74,7 +76,8 @@ class DaemonThreads:
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Starts a call, or queues it if no thread is free. Returns the future of its result."""
+        """Starts a call, or queues the call if no thread is free. Returns a future of the call's
+        result."""
         future: Future[Any] = Future()
         with self._lock:
             self._waiting.append((future, partial(function, *arguments)))
@@ -133,8 +136,8 @@ class Sandbox(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the processes that the sandbox has started, and drops calls that wait. Idempotent,
-        and final: the sandbox runs no program afterwards."""
+        """Ends the processes that the sandbox has started, and drops the calls that have not begun.
+        `close` is idempotent. Do not call `run` after `close`."""
 
 
 class Bubblewrap(Sandbox):
@@ -319,9 +322,9 @@ class Remote(Sandbox):
 
 
 class Interpreter(Sandbox):
-    """Runs code in the interpreter `pydantic-monty`. The interpreter's processes need no kernel
-    namespaces. The interpreter has no numpy, no sympy and only a small part of the standard
-    library.
+    """Runs code in the interpreter `pydantic-monty`. The processes of pydantic-monty need no kernel
+    namespaces. In pydantic-monty, programs have no numpy, no sympy and only a small part of the
+    standard library.
 
     Args:
         workers: number of programs that run at the same time.
@@ -425,8 +428,8 @@ def make_sandbox(
 
 @cache
 def why_not_isolated() -> str | None:
-    """Runs a test program under bubblewrap. Returns None if the test program ran in isolation.
-    Otherwise returns the reason why bubblewrap cannot isolate code on this machine."""
+    """Runs a test program under bubblewrap. Returns None if the test program ran in isolation, and
+    otherwise the reason why bubblewrap cannot isolate code on this machine."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (there is no bwrap on PATH)"
     try:
@@ -455,9 +458,9 @@ def command() -> list[str]:
 @cache
 def _proc() -> tuple[str, ...]:
     """Returns the options that tell bubblewrap which /proc a worker gets. Usually bubblewrap mounts
-    a new /proc for the worker. In some containers, other mounts hide parts of /proc. For example,
-    NVIDIA's container hook creates such mounts. In such a container, the kernel does not allow
-    bubblewrap to mount a new /proc. If bubblewrap cannot mount a new /proc, the worker gets the
+    a new /proc for the worker. If other mounts hide parts of a container's /proc, the kernel does
+    not allow bubblewrap to mount a new /proc. For example, NVIDIA's container hook creates mounts
+    that hide parts of /proc. If bubblewrap cannot mount a new /proc, the worker gets the
     container's own /proc. The programs that a worker runs always see an empty /proc."""
     own = ("--proc", "/proc")
     bwrap = shutil.which("bwrap") or "bwrap"

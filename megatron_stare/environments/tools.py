@@ -184,25 +184,26 @@ class Tools(Environment):
         a call of the tool must not be repeated.
     `max_turns`: the largest number of turns of the policy in a response. In the last allowed turn,
         tool calls are not executed.
-    `max_calls`: the largest number of tool calls in a response. Each further call gets an error as
-        its answer.
+    `max_calls`: the largest number of tool calls in a response. After `max_calls` calls, each
+        further call gets an error as its answer.
     `turn_tokens`: limit on the number of tokens in a turn. If `turn_tokens` is null, a turn can use
         all tokens that remain for the response.
     `earlier_thinking`: the treatment of the thinking from earlier turns if the chat template omits
-        this thinking. With 'keep', the sampled thinking stays in the context. With 'branch', the
-        environment begins a branch, whose context is the history in the form in which the template
-        renders it. The next turn is sampled and trained with the branch's context. With 'refuse',
-        the environment raises an error.
+        this thinking. If `earlier_thinking` is 'keep', the sampled thinking stays in the context.
+        If `earlier_thinking` is 'branch', the environment begins a branch. The context of the
+        branch is the history, rendered by the chat template. The next turn is sampled and trained
+        with the branch's context. If `earlier_thinking` is 'refuse', the environment raises an
+        error.
     `call_seconds`: the time limit of a call. If a call exceeds the limit, the policy gets an error
         as the answer. If the tool's function is not async, the function continues to run in its
         thread after the limit.
-    `seconds`: the time that all calls of a response may take together. When this time is used up,
-        each further call gets an error as its answer.
+    `seconds`: the time that all calls of a response may take together. When the calls have used up
+        `seconds`, each further call gets an error as its answer.
     `answer_characters`: the largest number of characters in an answer of a tool. If an answer is
         longer, the environment truncates the answer.
     `sandbox`: the sandbox in which `code_interpreter` runs: `bubblewrap`, `remote` or `monty`.
-    `sandbox_url`: the URL of a server that uses SandboxFusion's protocol. This setting is only for
-        the sandbox `remote`.
+    `sandbox_url`: the URL of a server that uses SandboxFusion's protocol. Set `sandbox_url` only
+        for the sandbox `remote`.
     `sandbox_workers`: the number of programs that can run in the sandbox at the same time.
     `memory_mb`: the memory limit of a program in the sandbox, in 2**20 bytes.
 

@@ -24,13 +24,13 @@ class PlanRules:
     `packed`: if True, the sequences of a micro-batch are concatenated. If `packed` is False, each
         sequence is right-padded to the length of the micro-batch's longest sequence.
     `multiple`: every rank's number of micro-batches is a multiple of `multiple`. For virtual
-        pipelines, `multiple` is the number of stages.
-    `each`: number of tokens. The length of every sequence is padded to a multiple of this number.
-        For context parallelism, the number is twice the number of context-parallel ranks.
+        pipelines, `multiple` is the number of pipeline stages.
+    `each`: the length of every sequence is padded to a multiple of `each` tokens. For context
+        parallelism, `each` is twice the number of context-parallel ranks.
     `cost`: function that returns the work for a sequence with a given number of tokens
-        (ModelFamily.cost). By default, the work is the number of tokens.
-    `mini_batch_prompts`: number of prompt groups in the mini-batch of an optimizer step. None means
-        all prompt groups of the rollout batch.
+        (ModelFamily.cost). By default, the work for a sequence is its number of tokens.
+    `mini_batch_prompts`: number of prompt groups in the mini-batch of an optimizer step, or None
+        for all prompt groups of the rollout batch.
     """
 
     data_parallel: int
@@ -124,8 +124,8 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Fills packed micro-batches. Samples come longest first, and each sample goes into the first
-    micro-batch with enough room. Let n be the smallest number of micro-batches that can hold the
-    samples. `_fill_packed` then makes at most 11/9 n + 6/9 micro-batches."""
+    micro-batch with enough room. The number of micro-batches is at most 11/9 n + 6/9, where n is
+    the smallest number of micro-batches that can hold the samples."""
     micro_batches: list[list[int]] = []
     # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}

@@ -50,10 +50,11 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """The argument of the checks in CONFIGURATION and RUN: a resolved run, and whether its model
-    may be absent.
+    """The argument of the checks of the dicts CONFIGURATION and RUN: a resolved run, and whether
+    its model may be absent.
 
-    `published`: see the parameter `published` of `check`.
+    `published`: if True, a model shape that ships with the package may replace the shape of an
+        absent model.
     """
 
     run: ResolvedRun
@@ -138,7 +139,8 @@ RUN: dict[str, Callable[[Asked], None]] = {
 
 
 def check(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Resolves a configuration, makes its paths absolute, and runs the checks in CONFIGURATION.
+    """Resolves a configuration, makes its paths absolute, and runs the checks of the dict
+    CONFIGURATION.
 
     Args:
         published: as in resolve_run. If True, checks that need the files of an absent model are
@@ -152,8 +154,8 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
 
 
 def check_run(config: Config, *, published: bool = False) -> ResolvedRun:
-    """Works like `check`, but runs the checks in RUN instead of the checks in CONFIGURATION. The
-    checks in RUN need no data and no tokenizer."""
+    """Works like `check`, but runs the checks of the dict RUN instead of the checks of the dict
+    CONFIGURATION. The checks of RUN need no data and no tokenizer."""
     return _checked(config, RUN, published)
 
 
@@ -419,8 +421,9 @@ def check_statistics(config: Config, method: Method) -> None:
 
 
 def check_head(config: Config, method: Method) -> None:
-    """Raises ConfigError if the head computes gradients during forward although the loss of a token
-    depends on the other tokens of its response."""
+    """Raises ConfigError if the language-model head computes gradients during forward
+    (`gradient_in_forward`) although the loss of a token depends on the other tokens of its
+    response."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
             f"{config.algorithm.name} couples the tokens of a response, so the gradient for one"

@@ -1,8 +1,8 @@
 """Makes the plan of a run, as text or as JSON. The plan contains the predicted memory, the
 predicted times of a step, and a list of similar layouts that fit into the GPUs' memory.
 
-This module imports torch and Megatron. The command's arguments are therefore added in command.py,
-which imports torch and Megatron only when the command runs.
+This module imports torch and Megatron. The module command.py, which adds the command's arguments,
+imports torch and Megatron only when the command runs.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ class Plan:
         """Bytes of KV cache that a server's rank would need in order to hold all responses of a
         round of partial rollouts at the same time.
 
-        With a smaller KV cache, the servers decode only some of the responses at a time. The value
-        is None if partial rollouts are off or no servers run on GPUs.
+        With a smaller KV cache, the servers decode only some of the responses at a time.
+        `growing_cache` is None if partial rollouts are off or no servers run on GPUs.
         """
         if self.served is None or (flow := self.step.partial) is None:
             return None
@@ -349,10 +349,10 @@ def for_launch(plan: Plan) -> str:
     at the end of its time limit, to finish its step and save its state. The lines that start with
     `layout` contain the settings parallel.data and rollout.engines.
 
-    The predicted step time and the predicted checkpoint time are added. This sum is doubled and
-    rounded up to whole minutes. The result is `grace_s`. If the result is below 300 seconds,
-    `grace_s` is 300 seconds. A step can last longer than predicted, because dynamic sampling can
-    take several rounds. Raises UserError if the run does not fit into the GPUs' memory.
+    `grace_s` is twice the sum of the predicted step time and the predicted checkpoint time, rounded
+    up to whole minutes, but at least 300 seconds. A step can last longer than predicted, because
+    dynamic sampling can take several rounds. Raises UserError if the run does not fit into the
+    GPUs' memory.
     """
     if plan.faults:
         raise UserError(
@@ -368,8 +368,8 @@ def for_launch(plan: Plan) -> str:
 
 
 def days(plan: Plan) -> float:
-    """Returns the predicted duration of the run in days. The time of the checkpoints is included if
-    training waits for them."""
+    """Returns the predicted duration of the run in days. The duration includes the time of the
+    checkpoints if training waits for the checkpoints."""
     config = plan.run.config
     every = config.run.checkpoint_every
     saved = config.run.steps / every if every and not config.checkpoint.background else 0

@@ -49,7 +49,7 @@ class Trajectory:
     """Response that an environment produced for a prompt, and the reward of this response.
 
     The environment sets loss_mask, which marks the tokens that carry loss. The loss, the quantiles,
-    the gate, the counts and the forecast use only these tokens.
+    the gate, the counts and the forecast use only the tokens in loss_mask.
     """
 
     prompt: Prompt
@@ -91,7 +91,7 @@ class Trajectory:
     def said(self) -> str:
         """Text that the policy wrote, without the environment's words.
 
-        Verifiers and all code that counts words or answers read this text.
+        Verifiers, and all code that counts words or answers, read only the policy's own text.
         """
         return self.text if self.sampled_text is None else self.sampled_text
 

@@ -1,10 +1,10 @@
 """Determines from a run's lock and heartbeat whether the run is alive.
 
 The functions of this module never change a run. The driver holds the run's lock. If the driver ends
-for any reason, the kernel frees the lock. On the driver's machine, the run is alive if and only if
-the lock is held. On another machine, a held lock also proves that the run is alive. On another
-machine, a free lock proves nothing, because some file systems do not share locks between machines.
-If another machine finds the lock free, the heartbeat's age shows whether the run is alive.
+for any reason, the kernel frees the lock. If any machine finds the lock held, the run is alive. If
+the driver's machine finds the lock free, the run is not alive. If a machine other than the driver's
+finds the lock free, the heartbeat's age shows whether the run is alive, because some file systems
+do not share locks between machines.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ State = Literal["running", "finished", "dead", "silent"]
 class Liveness:
     """Liveness of a run.
 
-    `state`: "running", "finished", "dead" or "silent". "finished" means that all steps are done.
-        "dead" means that the driver has ended before all steps were done. If the run's lock is
-        free, the driver counts as ended in three cases: this machine is the driver's machine,
-        `host` is unknown, or the watcher saw that the driver's process ended. An unfinished run
-        that is not dead is "silent" if the run is on another machine, the run's lock seems free,
-        and no heartbeat was written in the last FRESH_S seconds.
-    `host`: machine of the last start; "" if unknown.
+    `state`: "running", "finished", "dead" or "silent". "finished" means that all steps are done and
+        the run's lock is free. "dead" means that the driver has ended before all steps were done.
+        If the run's lock is free, the driver counts as ended in three cases: this machine is the
+        driver's machine, `host` is unknown, or the watcher saw that the driver's process ended. An
+        unfinished run that is not dead is "silent" if the run is on another machine, the run's lock
+        seems free, and no heartbeat was written in the last FRESH_S seconds.
+    `host`: name of the machine on which the driver ran last; "" if unknown.
     `beat`, `beat_age_s`: the newest heartbeat, and its age by this machine's clock. `beat` and
         `beat_age_s` are None if there is no heartbeat.
     """
@@ -71,8 +71,8 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
 def lock_held(run_dir: Path) -> bool:
     """Tells whether a process holds the run's lock.
 
-    Tests the run's lock by taking the lock in shared mode for some microseconds. If this test
-    prevents a driver from taking the lock, the driver retries (run_state.py).
+    Tests the run's lock by taking the lock in shared mode for some microseconds. A driver that
+    tries to take the lock during these microseconds fails and retries (run_state.py).
     """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
@@ -86,8 +86,8 @@ def lock_held(run_dir: Path) -> bool:
 
 
 def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:
-    """Returns a sentence for the report. The sentence says whether an unfinished run is still
-    alive. Returns "" if the run is finished or the run's number of steps is unknown."""
+    """Returns a sentence for the report, which says whether an unfinished run is still alive.
+    Returns "" if the run is finished or the run's number of steps is unknown."""
     planned = run.setting("run.steps")
     made = int(run.metrics[-1]["step"]) if run.metrics else 0
     if not isinstance(planned, int) or made >= planned:

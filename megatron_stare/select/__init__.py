@@ -1,4 +1,5 @@
-"""Offers STARE's selection to any trainer. The selection is exact over the whole batch.
+"""Offers STARE's selection to any trainer. Tokens are selected among all tokens of the batch, over
+all ranks and without approximation.
 
 `Selector` takes log-probs, entropies, advantages and a mask, and returns weighted advantages. The
 wheel `stare-select` is built from this folder and from the modules that this folder imports. The

@@ -274,8 +274,8 @@ def _load(
 
 
 def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
-    """Returns a dict that maps the name of each chosen task to the task. Raises ConfigError if a
-    name is unknown or there are no tasks."""
+    """Returns a dict that maps the name of each chosen task to the task. Raises ConfigError if the
+    name of a task is unknown, or if the configuration contains no tasks."""
     known = {task.name or OWN_TASK: task for task in evaluation_tasks(config, offline=True)}
     if not known:
         raise ConfigError(

@@ -2,7 +2,7 @@
 token to the experts that the rollout engine chose for the token.
 
 The rollout engine and the trainer round numbers differently. The engine and the trainer can
-therefore rank a token's k-th and (k+1)-th expert in opposite order. Such a swap of experts changes
+therefore rank a token's k-th and (k+1)-th expert in opposite order. A swap of two experts changes
 the token's log-prob by far more than rounding does ("R3", Ma et al. 2025, arXiv:2510.11370). If the
 trainer replays the engine's choice of experts, the log-probs of engine and trainer differ only by
 rounding. The gate values come from the trainer's own logits at the replayed experts, so the router
@@ -42,7 +42,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class GivenExperts(RouterReplay):
-    """Replays the engine's experts in one router, one micro-batch at a time.
+    """Makes one router replay the experts that the engine chose, one micro-batch at a time.
 
     Megatron's RouterReplay cannot distinguish a forward pass from a recomputation of this forward
     pass during backward. The caller of RouterReplay must therefore state whether a forward pass or
@@ -63,8 +63,8 @@ class GivenExperts(RouterReplay):
         self.counts: Tensor | None = None
 
     def begin(self, trains: bool) -> None:
-        """Prepares for a pass over micro-batches. If `trains` is True, the backward pass of each
-        micro-batch also runs."""
+        """Forgets the experts and counts of the last pass, and begins a new pass over
+        micro-batches. If `trains` is True, the new pass also runs backward for each micro-batch."""
         self._given, self._trains, self.counts = None, trains, None
         self._again.clear()
 

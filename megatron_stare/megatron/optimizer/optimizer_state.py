@@ -11,8 +11,8 @@ Torch's AdamW stores the step count once per parameter, as a tensor. The FusedAd
 Transformer Engine and Apex store the step count once per parameter group, as a number. FusedAdam
 creates the step count at its first step, so the place of the step count is not visible in a new
 optimizer. `step_place` therefore lets the optimizer update a probe, which is a parameter with one
-element. `step_place` then looks where the optimizer has stored the step count. This search works
-for an optimizer of any class.
+element. `step_place` then looks where the optimizer has stored the step count. A search with a
+probe works for an optimizer of any class.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def _whole(part: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state dict of the torch optimizer that a Megatron optimizer wraps. If the
-    Megatron optimizer has float32 masters, `state` contains this state dict under the key
-    "optimizer". For other Megatron optimizers, `state` is already this state dict."""
+    Megatron optimizer has float32 masters, `state` contains the torch optimizer's state dict under
+    the key "optimizer". For other Megatron optimizers, `state` is itself the torch optimizer's
+    state dict."""
     return state.get("optimizer", state)
 
 
@@ -133,9 +134,9 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Tells where an optimizer stores its step count. The key of the step count is "step". If a
-    field is not None, the type of its value shows whether the optimizer stores the step count as a
-    tensor or as a number.
+    """Tells where an optimizer stores its step count. In a parameter group, and in the state of a
+    parameter, the step count has the key "step". If a field is not None, the type of its value
+    shows whether the optimizer stores the step count as a tensor or as a number.
 
     `group`: step count of one parameter group, or None if parameter groups have no step count.
     `state`: step count in the state of one parameter, or None if the states of parameters have no
@@ -224,8 +225,8 @@ def read_step(optimizer: Optimizer) -> int | None:
 
 
 def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
-    """Sets the step count in every place where the optimizer keeps a step count. Each place gets a
-    value of its own, and no two places share a tensor."""
+    """Sets the step count in every place where the optimizer keeps a step count. If the optimizer
+    stores step counts as tensors, each place gets a new tensor of its own."""
     for group in optimizer.param_groups:
         if place.group is not None:
             group[STEP] = like(place.group, step)

@@ -17,7 +17,7 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 class SavedForBackward:
     """Counts the bytes that autograd currently keeps for backward, and the peak of these bytes
     since the last `take_peak`. If several saved tensors use the same memory, this memory is counted
-    once. The policy's own memory is not counted."""
+    once. The counted bytes exclude the policy's own memory."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()
@@ -38,8 +38,8 @@ class SavedForBackward:
             yield
 
     def take_peak(self) -> int:
-        """Returns the peak in bytes. Then resets the peak to the number of bytes that autograd
-        keeps at the time of this call."""
+        """Returns the peak of the counted bytes, and then resets the peak to the number of bytes
+        that autograd keeps at the time of this call."""
         peak, self._peak = self._peak, self._now
         return peak
 
@@ -88,9 +88,9 @@ class RankMemory:
         self._policy, self._saved = policy, SavedForBackward()
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager. Inside its context, the tensors that autograd saves for the
-        backward pass are counted. `live_mb` includes these tensors. On CUDA the context manager
-        does nothing, because CUDA's allocator already counts saved tensors."""
+        """Returns a context manager that counts the tensors that autograd saves for the backward
+        pass. `live_mb` includes the counted tensors. On CUDA the context manager does nothing,
+        because CUDA's allocator already counts saved tensors."""
         return contextlib.nullcontext() if uses_cuda() else self._saved.counting(self._storages())
 
     def take_mb(self) -> dict[str, float]:

@@ -122,9 +122,9 @@ def outline(run: RunRecord) -> str:
 
 
 def started(run: RunRecord) -> str:
-    """Describes the date, host and commit of the run's starts. If several consecutive starts have
-    the same host and the same commit, the text names the host and the commit only once, and gives
-    only the dates of the first and the last of these starts. Returns "" for a run of an old
+    """Describes when, on which host and with which commit the run was started and resumed. If the
+    host and the commit stay the same over several starts and resumes, the text names the host and
+    the commit only once, and gives only the first and the last date. Returns "" for a run of an old
     release, because old releases did not write the file starts.jsonl."""
     said: list[str] = []
     for place, starts in itertools.groupby(run.starts, _place):

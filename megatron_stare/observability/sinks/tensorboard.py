@@ -81,7 +81,7 @@ def _await_later_name(folder: Path) -> None:
 
     TensorBoard reads files in the order of their names, which contain the time in seconds. Without
     the wait, a run that is resumed immediately might create its new file in the same second as its
-    earlier file. TensorBoard might then read the new file before the earlier file.
+    earlier file, and TensorBoard might read the new file first.
     """
     seconds = [int(found[1]) for path in folder.glob("*") if (found := _SECOND.search(path.name))]
     wait_s = max(seconds, default=0) + 1 - time.time()

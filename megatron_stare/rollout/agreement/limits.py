@@ -1,9 +1,9 @@
 """Sets limits on the difference between the log-probs of engine and trainer, for each compute
 dtype. Pure.
 
-In float32, the limit applies to the largest difference of a token. In 16-bit dtypes, and if servers
-store weights, keys or values in 8 bits, limits apply to the mean difference, to high quantiles, and
-to the growth of the mean over a run (observability/metrics/rules.py).
+In float32, one limit applies to the difference of every single token. In 16-bit dtypes, and in the
+8-bit dtypes of the servers' weights, keys and values, limits apply to the mean difference, to high
+quantiles, and to the growth of the mean over a run (observability/metrics/rules.py).
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class Limits:
     """Limits, in nats, on the log-prob differences between engine and trainer. None means
     unlimited.
 
-    `largest`: limit on the difference of every single token. Only float32 has a default for this
-        limit. In float32, differences from rounding are three orders of magnitude smaller than
-        differences from any fault. In 16 bits, the log-probs of a single token differ by tenths of
-        a nat to several nats even if there is no fault.
+    `largest`: limit on the log-prob difference of every single token. Only float32 has a default
+        for `largest`. In float32, differences from rounding are three orders of magnitude smaller
+        than differences from any fault. In 16 bits, the log-probs of a single token differ by
+        tenths of a nat to several nats even if there is no fault.
     `bounds`: limits on the mean and on high quantiles of the differences, by name; empty in
         float32.
     `trend`: limit on the growth of the mean difference over a run.
-    `cache`: dtype of the servers' key/value cache, if it has 8 bits. Names a likely cause.
+    `cache`: dtype of the servers' key/value cache if this dtype has 8 bits, otherwise None. An
+        error names the dtype if the 8-bit cache is a likely cause of the difference.
     """
 
     largest: float | None
@@ -58,9 +59,9 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """Returns the configured limits. If a limit is not configured, its default depends on the
-        coarsest of four dtypes: the trainer's, the engines', and those of the engines' weights and
-        cache."""
+        """Returns the configured limits. The default limits on single tokens, on the mean and on
+        quantiles depend on the coarsest of four dtypes: the dtypes of the trainer, of the engines,
+        of the engines' weights and of the engines' cache."""
         asked, own = config.agreement, config.sglang.agreement_limit
         if config.coarsest_dtype not in BOUNDS:
             return cls(LARGEST["float32"] if own is None else own)
@@ -74,7 +75,8 @@ class Limits:
 
     @property
     def coarse(self) -> bool:
-        """Returns True if the limits apply to the mean and to quantiles, as in 16 bits."""
+        """Returns True if the limits apply to the mean and to quantiles, which is the case in
+        16-bit and 8-bit dtypes."""
         return bool(self.bounds)
 
     def passed(self, difference: LogProbDifference) -> str:
@@ -86,9 +88,10 @@ class Limits:
     def canary_passed(self, difference: LogProbDifference) -> str:
         """Describes the limits that a canary's differences exceed. Returns "" if no limit is
         exceeded. A canary has too few tokens for quantiles, so the limits on quantiles do not
-        apply. In 16-bit dtypes, the canary's mean difference may be at most CANARY_ROOM times the
-        limit on the mean. The mean covers only the canary's likely tokens. If the canary has fewer
-        than ENOUGH_LIKELY likely tokens, the mean covers all tokens."""
+        apply. If the limits are `coarse`, the canary's mean difference may be at most CANARY_ROOM
+        times the limit on the mean. The canary's mean difference covers only likely tokens, to
+        which the trainer gives a probability of at least 1/1000. If the canary has fewer than
+        ENOUGH_LIKELY likely tokens, the mean difference covers all tokens of the canary."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -120,10 +123,10 @@ class Limits:
     def same(self) -> float:
         """Threshold for agreement on a subset of tokens. Engine and trainer count as agreeing on a
         subset of tokens if the method `size` returns at most this threshold for the subset. Only
-        the search for the likely cause of a difference uses this threshold. In float32, the
-        threshold is a tenth of the limit for a single token. In 16-bit dtypes, the threshold is as
-        large as the limit on the mean difference. A tenth of that limit would be too small in
-        16-bit dtypes, because rounding alone causes mean differences above a tenth of the limit."""
+        the search for the likely cause of a difference uses `same`. In float32, `same` is a tenth
+        of the limit on the difference of a single token. If the limits are `coarse`, `same` equals
+        the limit on the mean difference. A tenth of the limit on the mean would be too small in
+        16-bit dtypes, because rounding alone causes larger mean differences."""
         return self.wrong if self.coarse else _AGREES * self.wrong
 
     @property

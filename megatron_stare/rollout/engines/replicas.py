@@ -34,7 +34,7 @@ class ServedMemory:
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
     `before`: size of the weights in bytes if `setting` is sglang.memory_fraction. The setting
-        sglang.memory_fraction limits the sum of the weights and the cache. If `setting` is
+        sglang.memory_fraction limits the memory of weights and cache together. If `setting` is
         sglang.cache_tokens, `before` is 0, because sglang.cache_tokens limits only the cache.
     `digits`: number of decimal places of the setting's value.
     """
@@ -69,8 +69,8 @@ class ReplicaPart(ABC):
 
     @abstractmethod
     def ended(self) -> str | None:
-        """Describes how this part's processes ended, and quotes the end of their output. Returns
-        None if this part's processes still run or were never started."""
+        """Describes how the processes of this part of the replica ended, and quotes the end of
+        their output. Returns None if the processes still run or were never started."""
 
     @abstractmethod
     def memory_mb(self) -> float:
@@ -204,7 +204,7 @@ class Replica(ABC):
     def nodes(cls, config: Config) -> int:
         """Returns the number of nodes over which a replica's GPUs are spread evenly. The method
         `part` makes the parts of a multi-node replica, one part for each node except the first. The
-        replica's Site holds the workers that run the parts."""
+        field `Site.parts` contains the workers that run the parts of a replica."""
         return 1
 
     @classmethod

@@ -105,8 +105,8 @@ def stream(
     group: ProcessGroup | None = None,
     rooms: Rooms = new_room,
 ) -> Iterator[Bucket | None]:
-    """Yields the plan's buckets, in order, on the sender. On all other ranks, yields None for each
-    bucket.
+    """Yields the plan's buckets, in order, on the sender. On every rank except the sender, yields
+    None for each bucket.
 
     All ranks of the group must exhaust the iterator. Different ranks may be at different buckets at
     the same time. A rank that sends pieces keeps at most two messages in flight. Shards must keep
@@ -223,7 +223,8 @@ def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> I
 
 class _Parcels:
     """Receives a bucket's pieces from the other ranks. Each rank that holds pieces sends all its
-    pieces in one message. The constructor starts to receive the messages."""
+    pieces in one message. The constructor starts all receive operations without waiting for the
+    messages."""
 
     def __init__(
         self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device
@@ -251,8 +252,8 @@ class _Parcels:
 
 class _Sent:
     """Sends this rank's pieces of a bucket, in one message, to the rank that gathers the bucket
-    (SENDER). The message contains copies of the pieces. The constructor starts to send the
-    message."""
+    (SENDER). The message contains copies of the pieces. The constructor starts to send the message,
+    and does not wait until the message has been sent."""
 
     def __init__(
         self,
@@ -279,8 +280,9 @@ class _Sent:
 def _post(
     operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None
 ) -> list[dist.Work]:
-    """Starts one transfer for each entry of `buffers`. The key is the other rank of the transfer,
-    and the value is the buffer to send or to fill. `operation` is dist.isend or dist.irecv."""
+    """Starts one transfer for each entry of `buffers`. The keys of `buffers` are the other ranks of
+    the transfers, and the values are the buffers to send or to fill. `operation` is dist.isend or
+    dist.irecv."""
     operations = [
         dist.P2POp(operation, buffer, group=group, group_peer=rank)
         for rank, buffer in buffers.items()

@@ -131,7 +131,7 @@ class ServerProcess:
 
     def memory_mb(self) -> float:
         """Returns the total proportional set size (Pss) of the server's processes, in units of 10^6
-        bytes. A process that ends during the call counts as 0."""
+        bytes. A process that ends during the call counts as 0 bytes."""
         total = 0
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._process.pid)
