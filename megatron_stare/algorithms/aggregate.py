@@ -84,8 +84,8 @@ def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
 
 
 def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
-    """Returns B, the number of responses that have a counted token. The result is a float or a
-    0-dim tensor."""
+    """Returns B, the number of responses with at least one token that counts in the loss. The
+    result is a float or a 0-dim tensor."""
     if lengths is None:
         return float(max(batch.num_sequences, 1))
     return (lengths > 0).sum().clamp_min(1).to(batch.log_prob.dtype)

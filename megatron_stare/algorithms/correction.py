@@ -109,8 +109,8 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Requests the mean weight of the tokens that all filters kept. Requests nothing if the
-        weights are not normalised."""
+        """Requests the mean weight of the tokens that all filters kept. Requests nothing if
+        `normalise` is false."""
         return (
             {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)}
             if self.normalise

@@ -11,9 +11,10 @@ of the gradient has these bounds:
     w^2 (1 - 2 p_a + e^-H)  <=  |grad|^2  <=  w^2 (2 - 2 p_a - C_V H^2)
     C_V = (V - 1) / (V ln^2 V)
 
-The bounds hold because e^-H <= sum p^2 <= 1 - C_V H^2. The bounds can be computed from p_a and H
-alone. The exact norm requires p_a and sum_v p_v^2. The module vocab_parallel.py computes this sum.
-Every token has its own logits, so the squared norms of tokens add up. At temperature T, the
+H is the entropy of p in nats. The bounds hold because the sum of squared probabilities satisfies
+e^-H <= sum_v p_v^2 <= 1 - C_V H^2. To compute the bounds, the probability p_a and the entropy H are
+enough. The exact norm requires p_a and sum_v p_v^2. The module vocab_parallel.py computes sum_v
+p_v^2. Every token has its own logits, so the squared norms of tokens add up. At temperature T, the
 gradient is taken with respect to the logits before their division by T, so every norm has a factor
 1 / T.
 """
@@ -163,9 +164,10 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
     """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. As in a plot of the
-    STAPO paper, the norm of a token is |one_hot(a) - p|. This is the norm of the gradient of the
-    token's log-prob, not of the objective, so w does not occur in the norm. The gradient is taken
-    with respect to the scaled logits z / T, where z are the logits and T is the temperature."""
+    STAPO paper, the norm of a token is |one_hot(a) - p|. This norm is the norm of the gradient of
+    the token's log-prob, and not of the gradient of the objective, so the factor w does not occur
+    in the norm. The gradient is taken with respect to the scaled logits z / T, where z are the
+    logits and T is the temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}

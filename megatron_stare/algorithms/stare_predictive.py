@@ -3,8 +3,8 @@ forecasts how each step changes the entropy. The controller learns from measured
 correct its forecasts, and chooses W and M so that the entropy moves to the target. The method was
 developed in this project.
 
-To first order, a step changes the mean entropy by kappa u + d. The forecast u is computed from Phi
-(sensitivity.py):
+To first order, a step changes the mean entropy by kappa u + d, where u is the forecast and the
+controller learns kappa and d. The forecast u is computed from Phi (sensitivity.py):
 
     u = P + (W - 1) G+ + (M - 1) G-         P = -sum c A Phi over all tokens
     G+ = -sum c A Phi over L+, and G- over L-, without tokens whose Phi is not negative
@@ -12,21 +12,23 @@ To first order, a step changes the mean entropy by kappa u + d. The forecast u i
 Here c is a token's coefficient in the loss. Tokens whose Phi is not negative keep the weight 1.
 
 After the update the trainer measures y, the change in the mean entropy of the same tokens. The
-controller fits the line y = kappa u + d to the forecasts and the measured changes. The fit uses
+controller fits the line y = kappa u + d to the forecasts u and the measured changes y. The fit uses
 recursive least squares with a forgetting factor (Ljung, System Identification, 1999, section 11.2).
-The mean entropy of other tokens, such as the next batch's, changes by y + b. A state estimator
-tracks the policy's entropy h and the extra change b. The inputs of the estimator are the mean
-entropy of every batch and the measured changes y. Before the next update:
+The mean entropy of other tokens, such as the tokens of the next batch, changes by an additional b,
+so by y + b in total. A state estimator tracks the policy's entropy h and the additional change b of
+other tokens. The inputs of the estimator are the mean entropy of every batch and the measured
+changes y. Before the next update:
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
     W = 1 + G+ e / D, M = 1 + G- e / D, within their bounds; what a bound cuts off, the other takes
 
-The weights are STARE's (`amplify` and `attenuate` behind the gate) in three cases: fewer than five
-changes have been measured, kappa is below twice its standard error, or G+ is below its floor. Two
-predictors of the next change were compared in eight runs of the quickstart. The first predictor was
-the line y = kappa u + d, and the second predictor was a running mean of the earlier changes. The
-mean squared error of the line was 0.62 times the mean squared error of the running mean
+In three cases, the controller does not choose W and M, and the step uses STARE's gate and STARE's
+fixed weights `amplify` and `attenuate`: fewer than five changes have been measured, kappa is below
+twice its standard error, or G+ is below its floor. Two predictors of the next step's entropy change
+were compared in eight runs of the quickstart. The first predictor was the line y = kappa u + d, and
+the second predictor was a running mean of the earlier changes. The mean squared error of the fitted
+line's predictions was 0.62 times the mean squared error of the running mean's predictions
 (benchmarks/forecast_value.py).
 """
 
@@ -100,10 +102,11 @@ class StarePredictive(Stare):
     `approach`: the share of the gap between entropy and target that one step is to close.
     `trust`: the weight of a batch's mean entropy in the filtered entropy.
     `forget`: the forgetting factor of the fit. Every new measurement multiplies the weights of all
-        earlier measurements by this factor.
+        earlier measurements in the fit by `forget`.
     `largest`: the largest rise of the entropy that the controller aims for in one step, as a share
         of the target.
-    `floor`: the lowest G+ with which the controller works, as a share of G+'s running mean.
+    `floor`: the controller chooses W and M only if G+ is above `floor` times the running mean of
+        G+.
     `measure_every`: the number of steps between measurements. A measurement takes one forward pass.
     """
 
@@ -194,8 +197,8 @@ class StarePredictive(Stare):
         return asked
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """Chooses W and M for this step. If a statistic is not finite, only `steps` and `usable`
-        change."""
+        """Chooses this step's factors W (for L+) and M (for L-). If an input statistic is NaN or
+        infinite, only the state's entries `steps` and `usable` change."""
         state = super(Stare, self).control(state, statistics)
         entropy = scalar(statistics, "entropy").to(torch.float64)
         plain, plus, minus = (

@@ -30,7 +30,8 @@ class AlgorithmConfig:
     """The method and its settings.
 
     `name`: a method's short name, or the dotted path of a user's class.
-    `method`: instance of the method's class. The fields of the instance are the settings.
+    `method`: instance of the method's class. The fields of this instance contain the values of the
+        method's settings.
     """
 
     name: str
@@ -128,8 +129,9 @@ def _refuse_unknown(
 
 def _options(settings_class: type, key: str) -> list[type]:
     """Finds the dataclass in the type annotation of a field. The argument `key` is the name of the
-    field. Returns a list that contains only this dataclass. The list is empty if the annotation
-    contains no dataclass or several dataclasses, or if the annotation cannot be resolved."""
+    field. Returns a list whose only element is the found dataclass. The list is empty if the
+    annotation contains no dataclass or several dataclasses, or if the annotation cannot be
+    resolved."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:

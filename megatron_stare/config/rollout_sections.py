@@ -375,8 +375,9 @@ class AgreementConfig(Section):
     """Limits, in nats, on the absolute difference between the engines' and the trainer's log-probs
     of sampled tokens. The limits apply if the engines or the trainer compute in 16 bits, or if
     servers have 8-bit weights or an 8-bit cache. A difference above a limit stops the run. If a
-    limit is null, its default value applies, which docs/diagnostics.md explains. Otherwise, the
-    only limit is sglang.agreement_limit, which bounds the largest difference."""
+    limit is null, its default value applies, which docs/diagnostics.md explains. If trainer,
+    engines, weights and cache all use 32 bits, the only limit is sglang.agreement_limit, which
+    bounds the largest difference."""
 
     mean: float | None = Field(
         None,

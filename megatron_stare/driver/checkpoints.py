@@ -179,9 +179,9 @@ class Checkpoints:
 
 def first_step_asked(checkpoint: Path) -> int:
     """Returns the first step whose recorded tool calls must be kept. A run that resumes from the
-    checkpoint may need the tool calls of this step and of later steps, but not of earlier steps.
-    The returned step is the checkpoint's own step, or the earlier step in which the oldest response
-    in flight began. Raises DataError if the checkpoint's state cannot be read."""
+    checkpoint does not need the tool calls of steps before the returned step. The returned step is
+    the checkpoint's own step, or the earlier step in which the oldest response in flight began.
+    Raises DataError if the checkpoint's state cannot be read."""
     kept = from_bytes(RunState.read(checkpoint).kept)
     begun = [response.step for group in kept for response in group]
     return min([step_of(checkpoint), *begun])

@@ -1,5 +1,5 @@
-"""Renders conversations of the library `verifiers` with the tokenizer's own chat template. The
-library imports `ChatRenderer` by its dotted path.
+"""Renders conversations of the library `verifiers` with the tokenizer's own chat template.
+`verifiers` imports `ChatRenderer` by its dotted path.
 
 The library's own renderers support a fixed list of models. `ChatRenderer` works with every template
 that `ChatFormat` accepts, such as the template of Qwen2.5. Later turns continue from exactly the
@@ -144,8 +144,8 @@ class ChatRenderer:
 def _owned(
     before: Sequence[int], after: Sequence[int], messages: Sequence[Mapping[str, Any]]
 ) -> RenderedTokens:
-    """Concatenates two lists of tokens. The tokens of the second list are assigned to the last
-    message. The tokens of the first list are not assigned to a message."""
+    """Concatenates the token lists `before` and `after`. Assigns the tokens of `after` to the last
+    message, and the tokens of `before` to no message."""
     last = len(messages) - 1
     return RenderedTokens(
         token_ids=[*before, *after],

@@ -115,7 +115,7 @@ def _silent_servers(facts: Facts) -> Verdict | None:
 def _collective(facts: Facts) -> Verdict | None:
     """Blames the ranks that are missing from a collective in which other ranks wait. If the waiting
     ranks send weights to the engines' servers, reports instead that the ranks wait for the servers.
-    If no rank is missing, reports that the ranks wait for each other."""
+    If no rank is missing from the collective, reports that the ranks wait for each other."""
     ranks = [p for p in facts.processes if p.role.startswith(RANK)]
     inside = {p.role: met for p in ranks if (met := collective(p)) is not None}
     if not inside:
@@ -148,9 +148,9 @@ def _collective(facts: Facts) -> Verdict | None:
 
 
 def _at_work(facts: Facts) -> Verdict | None:
-    """Blames a process that is at work. This process can be a verifier, an engine or a rank. If no
-    verifier, engine or rank is at work, blames the driver, because all other processes then wait
-    for the driver."""
+    """Blames a verifier, an engine or a rank that has unfinished work. If no verifier, engine or
+    rank has unfinished work, blames the driver, because all other processes then wait for the
+    driver."""
     judging = tuple(p for p in facts.processes if p.role == VERIFIER and _judges(p))
     asked = [replica for replica in facts.replicas if replica.under_way]
     ages = [request.age_s for replica in asked for request in replica.oldest]
@@ -251,9 +251,9 @@ def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
 def _waiters(facts: Facts, culprits: Sequence[ProcessFacts]) -> str:
     """Returns the beginning of a sentence, such as `ranks 0, 2 wait in all_reduce for `. The
     returned text ends with the word `for` and a space. If ranks wait in a collective, the text
-    names these ranks. If no rank waits in a collective, the text depends on who blocks the run. If
-    the driver blocks the run, the text says that all other processes wait. If another process
-    blocks the run, the text says that the driver waits."""
+    names these ranks. If no rank waits in a collective, the text depends on which process blocks
+    the run. If the driver blocks the run, the text says that all other processes wait. If another
+    process blocks the run, the text says that the driver waits."""
     blamed = {(p.node, p.pid) for p in culprits}
     inside = {
         p.role: (p, met)

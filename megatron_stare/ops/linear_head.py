@@ -16,8 +16,8 @@ backward together need 3 matrix products in the modes 'materialised' and 'gradie
 4 in the mode 'recompute'. Each matrix product takes n * H * V multiplications. In the chunked
 modes, the gradient of the output layer's weight is summed over the chunks in float32. For the
 gradient with respect to the hidden states, this module sums only over this rank's vocabulary
-columns. The module megatron/model/head.py then sums this gradient over the ranks of the
-tensor-parallel group.
+columns. The module megatron/model/head.py then sums the hidden states' gradient over the ranks of
+the tensor-parallel group.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """
@@ -89,7 +89,7 @@ class LinearHead:
         weight_gradient: Tensor | None = None,
         stand_in: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss, and the tensors that `loss_of` returns for the log. The loss is
+        """Returns the loss, and the tensors that `loss_of` returns for logging. The loss is
         differentiable with respect to `hidden` and `weight`.
 
         Args:
@@ -193,9 +193,9 @@ class LinearHead:
     def _slopes(
         self, log_prob: Tensor, entropy: Tensor, loss_of: Loss
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """Returns the loss, the tensors that `loss_of` returns for the log, and two tensors of
-        slopes [n]: the derivatives of the loss with respect to the log-probs and with respect to
-        the entropies."""
+        """Returns the loss, the tensors that `loss_of` returns for logging, and the slopes. The
+        slopes are two tensors [n]: the derivatives of the loss with respect to the log-probs, and
+        the derivatives with respect to the entropies."""
         log_prob = log_prob.clone().requires_grad_()
         entropy = entropy.clone().requires_grad_(self.problem.entropy_gradient)
         with torch.enable_grad():
@@ -326,9 +326,9 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if `used` and `slope` differ by more than rounding errors can explain.
-    Such a difference shows that the loss couples tokens. On a GPU, the error is raised at the next
-    synchronisation.
+    """Raises RuntimeError if `used` and `slope` differ by more than rounding errors can explain. A
+    difference beyond rounding errors shows that one token's loss depends on other tokens. On a GPU,
+    the error is raised at the next synchronisation.
 
     Args:
         used: the slopes from which the gradient was computed.

@@ -2,10 +2,11 @@
 if the GPU has too little memory.
 
 `activation_memory` counts the bytes that a rank keeps in memory between a micro-batch's forward
-pass and its backward pass, with or without recomputation. The counts are for the layers that run on
-a CPU. These layers use this package's RMSNorm, SwiGLU and packed attention instead of Transformer
-Engine. The packed attention processes groups of sequences. The counts assume that all sequences in
-a group have the same length. Fused kernels keep fewer bytes. Padding within a group adds bytes.
+pass and its backward pass, with or without recomputation. The counts are for the layers that a run
+uses on CPUs: Megatron's local layers with this package's RMSNorm, SwiGLU and packed attention. The
+packed attention pads the sequences of a group to one length. The counts assume that all sequences
+in a group have the same length. Fused kernels keep fewer bytes than counted. If the sequences in a
+group differ in length, their padding adds bytes that are not counted.
 tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
 For each phase, `budget` determines the bytes of every item in a GPU's memory. docs/colocation.md
@@ -113,8 +114,8 @@ class Budget:
     @property
     def cache_room(self) -> int:
         """Size in bytes of the largest KV cache for which all phases with a KV cache fit into the
-        GPU's memory. The value is below 0 if one of these phases does not fit even without a KV
-        cache."""
+        GPU's memory. The size is negative if one of the phases with a KV cache does not fit even
+        without the cache."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
         return min(
             self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache
@@ -168,8 +169,8 @@ class ActivationMemory:
 
     `kept`: bytes that are kept from forward to backward for one micro-batch. A pipeline stage keeps
         the activations of several micro-batches at a time (`micro_batches_held`).
-    `again`: bytes of the largest part that backward recomputes at a time. The total memory is
-        `kept` plus `again`.
+    `again`: bytes of the largest part that backward recomputes at a time. The activations of one
+        micro-batch need `kept` plus `again` bytes in total.
     """
 
     kept: int
@@ -223,7 +224,8 @@ def layer_parts(
     recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
     """Returns, for each part of a layer, how many tensor elements per token a rank keeps for
-    backward. Leading dense layers of a mixture of experts are treated like its other layers."""
+    backward. If a mixture-of-experts model begins with dense layers, the dense layers are counted
+    like the model's expert layers."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
@@ -273,8 +275,8 @@ def check_memory(run: ResolvedRun) -> None:
 
 
 def device_bytes() -> int | None:
-    """Returns the memory of this machine's smallest GPU, or None without a GPU. Asks nvidia-smi
-    instead of torch, because torch would initialise CUDA in this process."""
+    """Returns the memory of this machine's smallest GPU, or None without a GPU. Reads the memory
+    size with nvidia-smi and not with torch, because torch would initialise CUDA in this process."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -318,8 +320,8 @@ class Fit:
         )
 
     def faults(self, run: ResolvedRun) -> list[str]:
-        """Returns a list of the reasons why the run does not fit, as texts. The list is empty if
-        the run fits."""
+        """Returns the reasons why the run does not fit into the GPU's memory, as a list of texts.
+        The list is empty if the run fits into the GPU's memory."""
         found, wrong = self.budget(run), []
         if found.over:
             wrong.append(
@@ -389,8 +391,9 @@ class Fit:
             )
 
     def _free(self, run: ResolvedRun, nbytes: dict[str, int]) -> int:
-        """Returns how many bytes a rank has free when it chooses its head: before the first step
-        allocates the moments, and while no server has weights or a cache on the device."""
+        """Returns how many bytes of GPU memory are free on a rank when the rank chooses the mode of
+        its output layer. At this time, the optimizer's moments are not allocated yet, and no server
+        holds weights or a cache on the GPU."""
         config = run.config
         there = nbytes["parameters"] + nbytes["gradients"] + PROCESS_BYTES
         if not config.performance.optimizer_offload:
@@ -461,10 +464,8 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
     Without virtual stages, the schedule is 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2).
     With virtual stages, the schedule is megatron-core's interleaved schedule, in which each forward
     pass runs through only one chunk of a stage. After the warm-up of the interleaved schedule, a
-    stage holds (2 l + (c - 1) p + 1) / c micro-batches.
-
-    Here l is the number of later stages, p is the number of stages, and c is the number of chunks
-    per stage.
+    stage holds the activations of (2 l + (c - 1) p + 1) / c micro-batches, where l is the number of
+    later stages, p is the number of stages, and c is the number of chunks per stage.
     """
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
@@ -509,8 +510,8 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
 
 
 class PlannedFit(Fit):
-    """Checks whether several layouts of one run fit. Layouts that cut a stage alike share the
-    stage's sizes."""
+    """Checks whether several layouts of one run fit. Layouts that agree in all settings of `_key`
+    share the computed sizes of their stages."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -545,6 +546,6 @@ class PlannedFit(Fit):
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Builds complete ranks of this run's layout, instead of assembling ranks from parts. All
-        later checks of this layout use the sizes of the ranks that `build` has built."""
+        """Builds complete ranks of this run's layout, instead of assembling ranks from parts. Later
+        checks of this layout use the sizes of these complete ranks."""
         self._stages[self._key(run)] = super().stages(run)

@@ -1,11 +1,12 @@
-"""Defines `TokenNumbers`, per-token values that the trainer computes for a few responses, so that
-people who read these responses see the values. Torch is the only library that this module imports.
+"""Defines `TokenNumbers`: values that the trainer computes for each token of a few responses. The
+values are shown to people who read these responses. Torch is the only library that this module
+imports.
 
 Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
 (`megatron/step/diagnostics.py`). The object that one rank makes is called a part. The driver joins
 the parts, and attaches the values of each response to the response's trajectory.
 
-Shape legend: n tokens of one response; m tokens in the part that one rank makes.
+Shape legend: n tokens of one response; m tokens of a part, which is the TokenNumbers of one rank.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch import Tensor
 class TokenNumbers:
     """Values that the trainer computed for the loss-mask tokens.
 
-    In the part that one rank makes, each row describes one token, and the columns `sample` and
-    `position` say which token of the rollout batch it is. In the TokenNumbers of a trajectory,
-    every column has a row for each of the trajectory's n tokens. For tokens outside the loss mask,
-    float columns contain NaN, and integer columns except `sample` and `position` contain 0.
+    Each row of a part (the TokenNumbers of one rank) describes one token. The columns `sample` and
+    `position` say which token of the rollout batch a row describes. In the TokenNumbers of a
+    trajectory, every column has a row for each of the trajectory's n tokens. For tokens outside the
+    loss mask, float columns contain NaN, and integer columns except `sample` and `position` contain
+    0.
     """
 
     sample: Tensor  # [m] int64, of the whole batch
@@ -46,8 +48,8 @@ class TokenNumbers:
 def of_responses(
     parts: Sequence[TokenNumbers], loss_masks: Mapping[int, Tensor]
 ) -> dict[int, TokenNumbers]:
-    """Joins the parts of all ranks. Returns one TokenNumbers per response, keyed by the sample's
-    index in the batch.
+    """Joins the TokenNumbers that the ranks have made for their own tokens. Returns one
+    TokenNumbers per response, keyed by the sample's index in the batch.
 
     Args:
         loss_masks: [n] bool loss mask of each requested sample.

@@ -89,8 +89,9 @@ def bisect(
     out: Path | None = None,
     say: Any = _say,
 ) -> Explanation:
-    """Repeats steps `first` + 1 to `last`, once unchanged and once with each change. Explains the
-    run's record by comparing it with the repeated steps.
+    """Repeats steps `first` + 1 to `last`, once unchanged and once with each change. Compares the
+    run's recorded metrics with the metrics of the repeated steps. If the metrics differ, explains
+    the difference.
 
     Raises:
         UserError: the run, checkpoint or record is missing, the folder is not empty, or the run

@@ -94,9 +94,9 @@ class Facts:
     `interfaces`: IPv4 addresses by interface.
     `infiniband`: names of adapters.
     `clock`: the machine's time, seconds since 1970.
-    `served`: versions of 'torch', 'nccl' and 'sglang' in the servers' environment. The mapping is
-        empty if the run starts no server. The mapping is also empty if the versions in the servers'
-        environment cannot be read.
+    `served`: versions of 'torch', 'nccl' and 'sglang' in the servers' environment. `served` is
+        empty if the run starts no server, or if the versions in the servers' environment cannot be
+        read.
     """
 
     host: str

@@ -50,8 +50,9 @@ class PolicyModel(GPTModel):
     megatron/model/head.py.
 
     This class skips GPTModel's output layer, because that layer would compute the logits of every
-    position. For packed sequences without bounds (cu_seqlens_q), Megatron receives each token's
-    rotary embedding [t, 1, d], and applies it to all queries and keys [t, n, d] in one operation.
+    position. If packed sequences come without their boundaries (`cu_seqlens_q` is None), this class
+    passes the rotary embedding of every token [t, 1, d] to Megatron. Megatron then rotates all
+    queries and keys [t, n, d] in one operation.
     """
 
     def _preprocess(
@@ -320,8 +321,8 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yields one pair for each router. The pair contains the name of the router's expert biases,
-    and the expert biases as a tensor [E] float32. The name has the same form as Megatron's
+    """Yields one pair for each router: the name of the router's expert biases, and the expert
+    biases as a tensor [E] float32. The name of expert biases has the same form as Megatron's
     parameter names. No optimizer updates expert biases."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():

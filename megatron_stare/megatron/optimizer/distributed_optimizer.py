@@ -5,20 +5,21 @@ A data-parallel rank holds a contiguous range of each parameter's elements, call
 stretch may begin and end within a row of the parameter. Megatron's checkpoint formats for the
 optimizer's state have disadvantages. By default, the format `fully_reshardable` gathers the
 complete optimizer state on every data-parallel rank. The format `dp_reshardable` saves the
-optimizer's own buckets. A resume from this format may change the number of data-parallel ranks, but
-no other part of the layout. The format `fully_sharded_model_space` is meant to need neither a
-gather nor a fixed layout, but megatron-core 0.16 and 0.19 refuse this format. This module instead
-cuts a stretch into boxes: one box for the whole rows of the stretch, and further boxes for the
-partial rows at its two ends. A box has a start and a size in each dimension of the tensor, like any
-part that Megatron saves. With boxes, nothing is gathered. In any layout, every rank writes and
-reads only its own boxes.
+optimizer's own buckets. A run that resumes from a checkpoint in the format `dp_reshardable` may
+change the number of data-parallel ranks, but no other part of the layout. The format
+`fully_sharded_model_space` was designed to work without a gather and to allow any change of the
+layout, but megatron-core 0.16 and 0.19 raise an error for this format. This module instead cuts a
+stretch into boxes: one box for the whole rows of the stretch, and further boxes for the partial
+rows at its two ends. A box is a block of the tensor, with a start and a size in each dimension,
+like every ShardedTensor in Megatron's checkpoints. With boxes, nothing is gathered. In any layout,
+every rank writes and reads only its own boxes.
 
 The float32 master weights (masters) of 16-bit parameters are saved as float32. On load, the masters
 are converted to the form in which the optimizer stores masters. By default, Megatron's distributed
 optimizer holds the master weights, and passes the master weights to the inner optimizer as the
 tensors to update. If the distributed optimizer is precision-aware, it passes the parameters
 themselves to the inner optimizer, which keeps the masters in its state as "master_param". A
-bfloat16 parameter contains the upper 16 bits of its float32 master, rounded. For such a parameter,
+bfloat16 parameter is its float32 master, rounded to the upper 16 bits. For a bfloat16 parameter,
 Transformer Engine's FusedAdam therefore keeps only the lower 16 bits of the master. For other
 parameters, FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its masters on the
 host, and its state contains the masters as "master_param".
@@ -95,7 +96,8 @@ def joined(rounded: Tensor, low: Tensor) -> Tensor:
 
 def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
     """Splits float32 numbers [n] into two tensors of 16 bits per number, a bfloat16 tensor [n] and
-    an int16 tensor [n]. The function `joined` rebuilds the float32 numbers from the two tensors.
+    an int16 tensor [n]. The function `joined` rebuilds the float32 numbers from the bfloat16 tensor
+    and the int16 tensor.
 
     Args:
         near: bfloat16 [n], the numbers rounded by any rule. All data-parallel ranks hold these
@@ -168,11 +170,12 @@ def sharded_shards(
     """Returns this rank's parts of Adam's moments and of the float32 master weights, as one list
     per parameter.
 
-    The data of each part is a view of one of the optimizer's tensors. If the optimizer holds only
-    half of the bits of the master weights, the data of a master-weight part is instead a view of a
-    new tensor from `read_master`. Names match Megatron's `fully_reshardable` format, so this module
-    and Megatron can load each other's checkpoints. A float32 parameter is its own master, and is
-    saved only with the model.
+    The data of each part is a view of one of the optimizer's tensors, with one exception. If the
+    optimizer holds only half of the bits of the master weights, `read_master` joins the master
+    weights in a new tensor, and the data of a master-weight part is a view of this new tensor. The
+    keys of the parts match the keys in Megatron's `fully_reshardable` format, so this module and
+    Megatron can load each other's checkpoints. A float32 parameter is its own master, and is saved
+    only with the model.
 
     Args:
         parameters: sharded state of the trained model, which must hold the parameters themselves

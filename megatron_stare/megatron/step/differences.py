@@ -34,8 +34,8 @@ class Compared:
     is the engine's log-prob minus the trainer's log-prob. Also holds the token properties that
     `summary` uses to group the tokens.
 
-    `versions`: versions of the weights that sampled this rank's tokens. `all_versions` lists the
-        versions of the weights that sampled the tokens of all ranks.
+    `versions`: versions of the weights with which the engines sampled this rank's tokens.
+        `all_versions` lists the weight versions for the tokens of all ranks.
     `expected`: number of tokens that all ranks together should hold. If fewer tokens than
         `expected` are compared, tokens are missing.
     """

@@ -4,8 +4,8 @@ optimizer step.
 The caller calls `compute_log_probs`, then `measure`, then `update` for each mini-batch of each
 epoch. `measure` computes the statistics of the rollout batch, and then computes the method's state
 for this step. `update` computes and clips the gradient and takes an optimizer step. Only the last
-pipeline stage holds log-probs, statistics and losses. All other pipeline stages only run the
-passes.
+pipeline stage holds log-probs, statistics and losses. All other pipeline stages only run forward
+and backward passes.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Step:
         self._routing: dict[str, Tensor] = {}
 
     def compute_log_probs(self) -> None:
-        """Computes log-prob and entropy of every response token under the current policy, without
-        backward.
+        """Computes log-prob and entropy of every response token under the current policy, without a
+        backward pass.
 
         If the configuration skips the log-prob pass, log-probs and entropies are NaN until the
         training pass provides their values.
@@ -148,8 +148,8 @@ class Step:
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
-        """Computes the method's statistics over the rollout batch, and the method's state for this
-        step."""
+        """Computes the training method's statistics over the rollout batch, and the training
+        method's state for this step."""
         if self.measured is None:
             return
         before = {
@@ -258,8 +258,8 @@ class Step:
         """Returns one TokenNumbers per update of the first epoch, for this rank's tokens of the
         watched samples. Waits for the device.
 
-        Only one rank of each tensor-parallel group of the last stage returns values. All other
-        ranks return an empty list.
+        Returns an empty list on all ranks except the first rank of each tensor-parallel group of
+        the last pipeline stage.
         """
         mine = self._numbers if self._policy.layout.tp_rank == 0 else []
         return [part.to_host() for part in mine]
@@ -325,8 +325,8 @@ class Step:
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
     def _measures_change(self) -> bool:
-        """Returns True if the change of the entropy in this step is measured, for the forecast's
-        metrics or for the method."""
+        """Returns True if this step measures how much the update changes the entropy. The
+        forecast's metrics or the training method may need this measurement."""
         if self._config.skips_log_prob_pass:
             return False
         watched = self._config.observability

@@ -66,7 +66,7 @@ class Window:
         self._known, self._gaps = known, gaps
 
     def add(self, value: float) -> None:
-        """Adds the value of a step."""
+        """Adds a step's value to the window."""
         if math.isfinite(value):
             self._count += 1
             if len(self.first) < self._starts:
@@ -81,9 +81,9 @@ class Window:
 
     def growth(self) -> float | None:
         """Returns the median of the latest values divided by the median of the first values.
-        Returns None until the window has received `first` + `steps` finite values. With fewer
-        values, the first values and the latest values would overlap. Also returns None if the
-        median of the first values is not above 0."""
+        Returns None until the window has received `first` + `steps` finite values. With fewer than
+        `first` + `steps` finite values, the first values and the latest values would overlap. Also
+        returns None if the median of the first values is not above 0."""
         if self._count < self._starts + self._steps:
             return None
         before = statistics.median(self.first)
@@ -102,10 +102,11 @@ class Window:
 
 
 class Found(NamedTuple):
-    """A condition's result for a step: whether the condition holds, and the measured values by
-    name.
+    """Result of a condition for a step: whether the condition holds, and values that explain the
+    result.
 
-    `measured`: empty if nothing could be measured or compared.
+    `measured`: the explaining values by name. The mapping is empty if the condition reports no
+        values.
     """
 
     holds: bool
@@ -208,10 +209,10 @@ class TimesMedian(Condition):
 
 @dataclass(frozen=True)
 class Collapse(Condition):
-    """Tests whether entropy has collapsed in a run without an entropy target. Entropy has collapsed
-    if two criteria are met. One criterion is that the recent mean of the entropy is at most
-    FALLEN_SHARE times the mean over the run's first START_STEPS steps. The other criterion is that
-    the entropy, at its recent rate of decrease, would halve in fewer than HALVING_STEPS steps."""
+    """Tests whether entropy has collapsed in a run without an entropy target. Entropy counts as
+    collapsed if two criteria are met. The recent mean of the entropy must be at most FALLEN_SHARE
+    times the mean over the run's first START_STEPS steps. The entropy must also decrease so fast
+    that, at this rate, it would halve in fewer than HALVING_STEPS steps."""
 
     def __str__(self) -> str:
         return (
@@ -242,8 +243,9 @@ class _Sides(Window):
     inside the band (0). For a step without a target, records NaN.
 
     Entropy can jump over the whole band from one step to the next. If no earlier step was inside
-    the band, a jump over the whole band counts as reaching the target. For the step at the end of
-    this jump, `_Sides` records 0, although the entropy of this step is outside the band.
+    the band, a jump over the whole band counts as reaching the target. If entropy reaches its
+    target by a jump over the whole band, `_Sides` records 0 for the step after the jump, although
+    the entropy of this step is outside the band.
     """
 
     reached = False
@@ -294,11 +296,12 @@ class OffTarget(Condition):
 @dataclass(frozen=True)
 class Grown(Condition):
     """Tests whether the log-prob difference between engine and trainer has grown by more than the
-    factor `times` since the start of the run. The mean difference must also be above `least`.
+    factor `times` since the start of the run. Also requires that the step's mean log-prob
+    difference (`agreement/mean`) is above `least`.
 
-    `setting`: name of the run setting that replaces the field `times`, or "" for no such setting.
-        If there is such a setting, the product of TREND_FLOOR and the setting `agreement.mean`
-        replaces the field `least`.
+    `setting`: name of the run setting that replaces the field `times`, or "" if no setting replaces
+        `times`. If `setting` is not empty, the product of TREND_FLOOR and the run setting
+        `agreement.mean` replaces the field `least`.
     """
 
     times: float = TREND

@@ -66,7 +66,7 @@ class Monitor:
             self._begin(name, sink, lambda sink: sink.start(self._run))
 
     def resume(self, step: int, *, unattended: bool = False) -> None:
-        """Starts the sinks of a run that resumes after `step`, except for essential sinks.
+        """Starts all sinks that are not essential, for a run that resumes after step number `step`.
 
         Args:
             unattended: True if the run resumes by itself, after a loss or a rollback. A sink that
@@ -80,9 +80,10 @@ class Monitor:
         self._resume_sinks(step, self.resumed, essential=False, unattended=unattended)
 
     def resume_record(self, step: int) -> None:
-        """Starts the essential sinks of a run that resumes after `step`. Essential sinks remove
-        later steps from the run's record, so call `resume_record` only when the start can no longer
-        fail. Raises UserError if a sink cannot start."""
+        """Starts the essential sinks, for a run that resumes after step number `step`. At their
+        start, essential sinks remove all steps after `step` from the run's record. Call
+        `resume_record` only after the checkpoint is loaded, so that a failed load removes no step
+        from the record. Raises UserError if a sink cannot start."""
         self._resume_sinks(step, self._rows(step), essential=True, unattended=False)
 
     def begin_step(self) -> None:
@@ -187,8 +188,9 @@ class Monitor:
     def _begin(
         self, name: str, sink: Sink, call: Callable[[Sink], None], unattended: bool = False
     ) -> None:
-        """Starts a sink. If a sink cannot start, the run ends, because no training time is lost yet
-        and the user can fix the sink. If no user is there, the run continues without the sink."""
+        """Starts a sink. If a sink cannot start and `unattended` is False, the run ends, because no
+        training time is lost yet and the user can fix the sink. If `unattended` is True, the run
+        continues without the sink that cannot start."""
         self._open[name] = sink
         try:
             call(sink)

@@ -109,9 +109,9 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 def alike(runs: Sequence[RunRecord]) -> list[str]:
     """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
     steps. The sentence states up to which step the entropy and the reward of the two runs are
-    equal. If a run's gate stayed closed while the entropy and the reward of the two runs were
-    equal, the sentence gives the closed gate as the reason for the equal values. In the charts, the
-    lines of the two runs cover each other during these steps."""
+    equal. The sentence also says that the lines of the two runs cover each other in the charts. If
+    the gate of at least one of the two runs stayed closed in all the equal steps, the sentence
+    names the closed gate as the reason."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:
@@ -149,8 +149,8 @@ def _progress(run: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A result before and after training. `word` is "rose" or "fell" for a significant change, and
-    "went" otherwise."""
+    """One evaluation result: its value before training and its value after training. `word` is
+    "rose" or "fell" for a significant change, and "went" otherwise."""
 
     before: float
     after: float

@@ -114,7 +114,7 @@ class ModelInfo:
 
 class WeightUpdateError(UserError):
     """Raised if parameters of a weight update are missing, repeated or unknown, or have a wrong
-    shape or wrong values. After this error the engine's state is DIRTY."""
+    shape or wrong values. After a WeightUpdateError, the engine's state is DIRTY."""
 
 
 class Engine(ABC):
@@ -146,12 +146,13 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drops all requests in flight. The engine will never answer these requests."""
+        """Drops all requests in flight. The engine never answers a dropped request."""
 
     @abstractmethod
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
-        """Opens a session for a weight update. The engine generates nothing until the session ends
-        successfully. After a successful session, unanswered requests continue with the new weights.
+        """Opens a session for a weight update. The engine generates nothing until the weight update
+        ends successfully. After a successful weight update, unanswered requests continue with the
+        new weights.
 
         Args:
             prove: True: compare the values that the engine holds with the values that were sent.
@@ -223,10 +224,10 @@ class Engine(ABC):
 
 
 class ServedEngine(Engine):
-    """Engine whose model runs in a separate server. The engine itself is the client of this server.
-    The server computes log-probs with its own implementation of the model, so the log-probs of
-    server and trainer are compared at every step. The server's memory can be released while the
-    trainer computes."""
+    """Engine whose model runs in a separate server. The engine object is a client that sends
+    requests to the separate server. The server computes log-probs with its own implementation of
+    the model, so the log-probs of server and trainer are compared at every step. The server's
+    memory can be released while the trainer computes."""
 
     @abstractmethod
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -240,8 +241,9 @@ class ServedEngine(Engine):
     @abstractmethod
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
         """Releases the given parts of the server's memory. MEMORY in rollout/engines/state.py lists
-        all parts. If the memory of the weights is released, the engine's state becomes RELEASED.
-        While the cache is released, the engine neither samples nor computes log-probs.
+        all parts of a server's memory. If the memory of the weights is released, the engine's state
+        becomes RELEASED. While the cache is released, the engine neither samples nor computes
+        log-probs.
 
         Raises:
             EngineStateError: a weight update is open, or one of the parts is released already.
@@ -261,8 +263,8 @@ class ServedEngine(Engine):
         """Returns the target to which the trainer's ranks can send the weights of the open update
         directly. After the ranks have sent the weights, the caller ends the session with
         `end_sent_update`. The caller must not call `update_weights` in this session. Returns None
-        if the engine cannot receive weights directly from the trainer's ranks. In this case, the
-        caller must pass the weights to `update_weights`.
+        if the engine cannot receive weights directly from the trainer's ranks. If `sync_target`
+        returns None, the caller must pass the weights to `update_weights`.
 
         Raises:
             EngineStateError: no session is open.
@@ -271,8 +273,8 @@ class ServedEngine(Engine):
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
         """Ends an update in which the trainer's ranks sent the weights directly to the target of
-        `sync_target`. Is called instead of `end_weight_update`, makes the same checks, and returns
-        nothing.
+        `sync_target`. After direct sends, call `end_sent_update` instead of `end_weight_update`.
+        Both methods make the same checks, but `end_sent_update` returns nothing.
 
         Args:
             sent: the report of each rank.
@@ -320,8 +322,8 @@ def check_requests(
     requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo
 ) -> None:
     """Raises DataError if two requests have the same `rid`, or if the model cannot process one of
-    the requests. Without this check, a server would crash on an invalid token id, and would
-    silently truncate a prompt that is too long."""
+    the requests. If requests were not checked, a server would crash on an invalid token id, and
+    would silently truncate a prompt that is too long."""
     if len({r.rid for r in requests}) != len(requests):
         raise DataError(
             "two requests of one call have the same rid",

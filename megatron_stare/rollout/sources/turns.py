@@ -152,7 +152,8 @@ class Turns:
         )
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
-        """Implements Generate.call. Waits for the journal and the tool.
+        """Implements Generate.call. Waits until the tool has finished and the journal has stored
+        the outcome of the call.
 
         Raises:
             ResponseGivenUp: an earlier run began the call, the outcome of the call is unknown, and
@@ -196,11 +197,11 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown, except for calls before the last
-        turn, whose errors the environment has caught.
+        """Marks the outcomes of failed tool calls as unknown. Failed calls before the last turn
+        keep their outcomes, because the environment has caught their errors.
 
-        This method is called after an error has ended the environment, or an error of another
-        response has cancelled it. A failed tool call may have caused the error. If the journal kept
+        The rollout source calls this method after the environment was cancelled or has ended with
+        an error. A failed tool call may have caused the environment's error. If the journal kept
         the outcome of the failed tool call, every resumed run would receive the same tool error
         again.
         """
@@ -278,7 +279,7 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
     """Returns the id and the text of every token with a nonempty text. Each token is decoded as the
     second token of a pair, because some tokens lose their leading space if they are decoded alone.
-    All pairs have the same first token. The text of the first token is cut off after decoding."""
+    Every pair has the same first token, whose text is cut off after decoding."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))
@@ -329,7 +330,7 @@ def covered(versions: VersionRuns) -> int:
 
 
 def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_version: int) -> None:
-    """Raises WeightVersionError if a sampled token has another weight version than
+    """Raises WeightVersionError if a sampled token has a weight version other than
     `expected_version`."""
     found: Counter[int] = Counter()
     for response in responses:

@@ -167,8 +167,8 @@ def tensors_of(sums: Sums) -> dict[str, Sum]:
 
 
 def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
-    """Assigns each file to one rank, so that all shares have a similar size. The largest files are
-    assigned first. Each file goes to the rank with the fewest bytes so far."""
+    """Assigns each file to one rank, so that all ranks get about the same number of bytes. The
+    largest files are assigned first. Each file goes to the rank with the fewest bytes so far."""
     dealt: list[dict[str, Sum]] = [{} for _ in range(ranks)]
     size = [0] * ranks
     for name in sorted(sums, key=lambda name: (-sums[name].size, name)):

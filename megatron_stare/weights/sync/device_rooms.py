@@ -1,7 +1,8 @@
 """Provides memory for weight buckets. An engine's process on the same machine can read the buckets
 directly from this memory. The memory is on a GPU, or in shared-memory files on the host. The
 engine's process accesses memory on a GPU through a handle, and memory on the host through the
-shared-memory file. Handles and files both work only within one machine."""
+shared-memory file. Handles and shared-memory files can be opened only by processes on the same
+machine."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class DeviceRooms:
         return torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Frees the memory. A process that opened a buffer before this call can still use the
-        buffer. Later requests for memory allocate new buffers."""
+        """Frees the memory. A process that has already opened a buffer can still use the buffer.
+        Later requests for memory allocate new buffers."""
         self._rooms = []
         while self._files:
             self._files.pop().unlink(missing_ok=True)

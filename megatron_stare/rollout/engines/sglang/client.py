@@ -250,14 +250,14 @@ class SGLangClient:
     async def release_memory(self, parts: Collection[str]) -> None:
         """Releases the given parts of the server's memory (the weights, the cache, or both). The
         server must have been started with --enable-memory-saver (CUDA only). A server without
-        --enable-memory-saver, such as a CPU server, accepts the call but releases no memory. If
-        `parts` contains the key/value cache, the server loses all cached prefixes. Releasing any
-        part crashes the server if a request is in flight."""
+        --enable-memory-saver, such as a CPU server, accepts the HTTP request but releases no
+        memory. If `parts` contains the key/value cache, the server loses all cached prefixes.
+        Releasing any part crashes the server if a request is in flight."""
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Allocates released memory again. The contents of the allocated memory are undefined. This
-        call crashes the server if the memory was not released before."""
+        """Allocates released memory again. The contents of the allocated memory are undefined. If
+        the given parts of the memory are not released, `resume_memory` crashes the server."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:

@@ -38,10 +38,10 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """Returns a text that identifies this machine or container. The text contains the host name,
-    the boot id, the network namespace and the device number of the shared memory. Any two machines
-    or containers differ in the host name, the boot id, the network namespace or the shared
-    memory."""
+    """Returns a text that identifies this machine or container. The returned text contains the host
+    name and, where they exist, the boot id, the network namespace, and the device number of the
+    shared memory. Any two machines or containers differ in the host name, the boot id, the network
+    namespace or the shared memory."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))

@@ -89,9 +89,9 @@ class CacheRoom:
     the number of average-length requests that the server's cache can hold. When a request at the
     server ends, the next waiting request is sent to the server.
 
-    Without this limit, a request could wait in the server's queue until the server's cache has
-    enough free space. A wait in the server's queue would count towards the request's time limit
-    (faults.requests.request_s).
+    Without a limit on concurrent requests, a request could wait in the server's queue until the
+    server's cache has enough free space. A wait in the server's queue would count towards the
+    request's time limit (faults.requests.request_s).
 
     Args:
         cache_tokens: capacity of the server's cache, in tokens.
@@ -112,7 +112,7 @@ class CacheRoom:
         return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:
-        """Records the length of an answered request."""
+        """Records the length of an answered request: prompt and response together, in tokens."""
         if len(self._lengths) == REMEMBERED:
             self._sum -= self._lengths.popleft()
         self._lengths.append(tokens)
@@ -456,8 +456,8 @@ class SGLangEngine(ServedEngine):
         return self._update
 
     def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs one step of a weight update. If the step fails, the engine becomes DIRTY and the
-        engine's server stays paused."""
+        """Runs one operation of a weight update, such as sending one bucket. If the operation
+        fails, the engine becomes DIRTY and the engine's server stays paused."""
         try:
             return self._run(make)
         except BaseException:

@@ -86,8 +86,8 @@ class SpreadServer(ServerProcess):
             self._fall("\nand ".join(nodes))
 
     def _fall(self, how: str) -> None:
-        """Records how the server ended. Keeps only the first report. When one process ends, the
-        server's other processes end as a consequence, so later reports do not name the cause."""
+        """Records how the server ended. Keeps only the first report. Later reports do not name the
+        cause, because the end of one process also ends the server's other processes."""
         if not self._closing.is_set():
             self._fallen = self._fallen or how
 

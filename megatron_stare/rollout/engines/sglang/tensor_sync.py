@@ -25,8 +25,9 @@ from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 class TensorSync(WeightSync):
     """Sends each bucket as pickled tensors in the body of an HTTP request. If trainer and server
     share a GPU, the tensors on this GPU are sent as CUDA IPC handles. CPU tensors in shared memory
-    are sent as file names. All other tensors are sent as bytes. Sending bytes is meant for
-    correctness tests, because base64 and JSON limit the speed to about 0.05 GB/s on one core.
+    are sent as file names. CPU tensors outside shared memory are sent as bytes. Sending bytes is
+    meant for correctness tests, because base64 and JSON limit the speed to about 0.05 GB/s on one
+    core.
 
     Args:
         places: places of the servers, in the order of the clients; None: the places are unknown, so

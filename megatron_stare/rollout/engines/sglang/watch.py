@@ -23,8 +23,8 @@ ATTEMPTS, PAUSE_S = 2, 0.2
 class ServerGoneError(EngineLostError, SGLangError):
     """A server is lost.
 
-    `late`: True if the server did not answer within the time limit. In this case, it is unknown
-        whether the server still runs.
+    `late`: True if the server did not answer within the time limit. If `late` is True, the server
+        may still be running.
     """
 
     late = False
@@ -53,9 +53,8 @@ class Watch:
         self._watching: asyncio.Task[None] | None = None
 
     async def require(self) -> None:
-        """Checks the server. The check asks the server at most ATTEMPTS times. Each time, the check
-        waits at most `limit_s` seconds for an answer. Raises ServerGoneError if the server is
-        lost."""
+        """Checks the server. The check asks the server at most ATTEMPTS times, and waits at most
+        `limit_s` seconds for each answer. Raises ServerGoneError if the server is lost."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.shield(self._looking)
@@ -68,7 +67,7 @@ class Watch:
 
         While this method waits, the watch checks the server periodically. The interval between two
         checks is the constructor's `limit_s`, not this method's `limit_s`. Raises ServerGoneError
-        if the server is lost before a task is done.
+        if the server is lost before one of the tasks is done.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
