@@ -5,8 +5,8 @@ the entropy H. The coefficient c is fixed, or adjusted so that the entropy reach
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
 
-As published, the entropy of a step changes the coefficient of the next step. The first step uses
-the initial coefficient.
+As in the Skywork-OR1 paper, the entropy of a step changes the coefficient of the next step. The
+first step uses the initial coefficient.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class LengthPenalty:
     penalty. A medium group gets no penalty if at most half of its responses are correct; the paper
     leaves this case open.
 
-    `easy_from`: the paper's gamma_1. The paper gives no number for gamma_1.
+    `easy_from`: the lowest share of correct responses in an easy group. The GROP paper calls this
+        share gamma_1, and gives no number for gamma_1.
     `correct_from`: the lowest reward that counts as correct.
     """
 
@@ -127,9 +128,9 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Returns a mask over groups, [G] bool. A group's entry is True if the group's counted
-    responses do not all have the same value in `values` [B]. The argument `counted` [B] is the mask
-    of the counted responses. DAPO's dynamic sampling drops a group if all responses of the group
-    have the same reward."""
+    """Returns a bool mask [G] with one entry per prompt group. A group's entry is True if the
+    group's counted responses do not all have the same value in `values` [B]. The argument
+    `counted`, [B] bool, is True for the responses that count in their groups. DAPO's dynamic
+    sampling drops a group if all responses of the group have the same reward."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

@@ -128,8 +128,8 @@ class Stare(Grpo):
     `share`: the share P. Among the tokens with positive advantage, L+ takes the share P with the
         highest surprisal. Among the tokens with negative advantage, L- takes the share P with the
         highest surprisal.
-    `rare_below`: a fixed probability bound for rare tokens, used instead of the share P. A token
-        with a probability below the bound is rare. If `rare_below` is null, the rare tokens are,
+    `rare_below`: a fixed probability bound for rare tokens, used instead of the share P. A token is
+        rare if its probability is below `rare_below`. If `rare_below` is null, the rare tokens are,
         for each sign of the advantage, the share P with the highest surprisal.
     `common`: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom'
         takes the share P with the lowest surprisal.

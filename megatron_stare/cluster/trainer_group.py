@@ -242,8 +242,7 @@ class TrainerGroup:
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         """Returns, for each rank, the shape and dtype of every tensor that the rank would write in
-        an export, by Hugging Face name. For every tensor, there is exactly one rank that writes the
-        tensor."""
+        an export, by Hugging Face name. Exactly one rank writes each tensor."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:
@@ -336,14 +335,15 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """Returns, as a list, the results that a rank returned after it sent weights. The list contains
-    either one result for all engines or one result for each engine."""
+    """Returns, as a list, the results that a rank returned after it sent weights. If the engines
+    share the trainer's devices, the list contains one result for each engine whose handles the rank
+    collects. Otherwise the list contains a single result for all engines."""
     return told if isinstance(told, list) else [told]
 
 
 def _reported(results: Sequence[Any]) -> Any:
-    """Returns the only result that is not None. Only one rank returns a result, which stands for
-    all ranks."""
+    """Returns the only result that is not None. Only the reporting rank returns a result. This
+    result holds for all ranks."""
     (result,) = (each for each in results if each is not None)
     return result
 
@@ -361,7 +361,8 @@ class Runner(Protocol):
 
     def pids_here(self) -> list[int]:
         """Returns the pids of the ranks and engines that have their own processes on the driver's
-        node. On a cluster that was joined, these processes do not descend from the driver."""
+        node. If the run joined an existing cluster, the processes of ranks and engines do not
+        descend from the driver."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
@@ -409,8 +410,8 @@ class TrainerWeights(WeightStream):
         """See WeightStream. All ranks prepare their weights at the same time. If the target allows
         only one sender at a time, each pipeline stage waits until the previous stage has sent its
         weights. If `target.owners_send` is True, each rank sends its own experts in a separate
-        call. If the target allows only one sender at a time, these separate calls follow the last
-        pipeline stage, one rank after another."""
+        call. If the target allows only one sender at a time, the ranks send their own experts one
+        after another, after the last pipeline stage has sent its weights."""
         if self._prepared is None or self._prepared[:2] != (target, prove):
             self.prepare(target, prove)
         assert self._prepared is not None

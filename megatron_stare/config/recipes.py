@@ -4,9 +4,9 @@ the published values of the run's settings.
 `configs/recipes/index.yaml` lists the recipes. A recipe is either a list of layers for method,
 lengths, model and cluster, or a set of changes to another recipe. A configuration names a recipe as
 recipes/NAME. `configs/recipes/published.yaml` contains the published values of settings, grouped by
-the recipe layer that contains the setting. Each published value is stored with its source and its
-line in the source. If a recipe's value differs from the published value, `published.yaml` gives the
-reason.
+the recipe layer that contains the setting. Each published value is stored with its source and with
+the line or place in the source. If a recipe's value differs from the published value,
+`published.yaml` gives the reason.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Published:
         the source.
     `here`: the recipe's value if it differs from the published value.
     `because`: the reason why the recipe's value differs from the published value.
-    `wanted`: the value that the recipe must have.
+    `wanted`: the value that the setting must have in the recipe.
     """
 
     setting: str

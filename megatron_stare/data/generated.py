@@ -92,7 +92,8 @@ class GeneratedPrompts(ABC):
 
     def take(self, n: int) -> list[Prompt]:
         """Returns the next `n` prompts. Raises DataError if a prompt is too long and
-        `rollout.truncate_prompt` is `error`, or if no shorter problem follows."""
+        `rollout.truncate_prompt` is `error`. With `rollout.truncate_prompt: drop`, raises DataError
+        if the source finds no further problem whose prompt is short enough."""
         from megatron_stare.records.batch import Prompt  # imports torch
 
         prompts, skipped = [], self._skipped

@@ -78,8 +78,8 @@ class AgreementWatch:
             )
 
     def lift_limits(self) -> None:
-        """Removes the limits, so that the run continues even if engines and trainer differ
-        widely."""
+        """Removes the limits on the log-prob differences, so that the run continues even if the
+        log-probs of engines and trainer differ widely."""
         self._limits = self._limits.lifted()
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:

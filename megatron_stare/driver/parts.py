@@ -214,11 +214,11 @@ class Saves(Part):
 
         If a signal or the time limit interrupted the run, waits a limited time for the pending
         checkpoint. After the wait for the pending checkpoint, saves a checkpoint of the last
-        finished step. Does not save this step if the run can no longer be saved, or if a guard
-        rejects the step. If a guard or non-finite values ended the run, waits for the pending
-        checkpoint, but saves no new checkpoint. If any other error ended the run, waits only a
-        limited time for the pending checkpoint, because the ranks may have failed. Incomplete
-        checkpoints are removed later.
+        finished step. Does not save the last finished step if a guard ends the run at this step, or
+        if `is_to_be_saved` returns False, for example because the grace period is over. If a guard
+        or non-finite values ended the run, waits for the pending checkpoint, but saves no new
+        checkpoint. If any other error ended the run, waits only a limited time for the pending
+        checkpoint, because the ranks may have failed. Incomplete checkpoints are removed later.
 
         Raises:
             UserError: the last step cannot be saved.

@@ -3,8 +3,8 @@ starts. Checks whether the configuration allows the resume.
 
 A resumed run must have the same values of most settings as the original run. The tokenizer, the
 chat template, the system prompt and the stop tokens must also be the same, because a replaced file
-would silently change every prompt or response. Every checkpoint contains digests that reveal such
-changes.
+would silently change every prompt or response. Every checkpoint contains digests that reveal a
+change of the tokenizer, the chat template, the system prompt or the stop tokens.
 """
 
 from __future__ import annotations
@@ -175,11 +175,11 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """Context manager for code that reads a checkpoint. If the code raises DataError, the context
-    manager searches for an earlier checkpoint that is intact, from the newest to the oldest. If the
-    search finds an intact checkpoint, the context manager raises an error that names this
-    checkpoint as well. The search for an intact checkpoint does not read the checkpoints'
-    tensors."""
+    """Context manager for code that reads a checkpoint. If the code in the `with` block raises
+    DataError, the context manager searches for an earlier checkpoint that is intact, from the
+    newest to the oldest. If the search finds an intact checkpoint, the context manager raises an
+    error that names this checkpoint as well. The search for an intact checkpoint does not read the
+    checkpoints' tensors."""
     try:
         yield
     except DataError as error:
@@ -205,8 +205,8 @@ def _is_whole(checkpoint: Path) -> bool:
 def check_resume(
     config: Config, from_step: int | None = None
 ) -> tuple[Path | None, RunState | None]:
-    """Finds the configured run, and returns the result of `resume_point` for this run: the
-    checkpoint and the run state from which the run would resume. Does not change the run.
+    """Finds the configured run, and returns the checkpoint and the run state from which the run
+    would resume (see `resume_point`). Does not change the run.
 
     Raises:
         UserError: the run cannot be resumed, or another process holds the run.

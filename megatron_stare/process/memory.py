@@ -44,9 +44,9 @@ def take_peak_bytes() -> int | None:
     """Returns the largest memory use of this process since the previous call, in bytes.
 
     On CUDA, the function returns the peak of torch's allocator. Without CUDA, the function returns
-    the peak of the resident size. This size counts pages fully even if the process shares them with
-    other processes. Returns None if the kernel does not report the peak of the resident size. Only
-    Linux reports this peak.
+    the peak of the resident size. The resident size counts each page fully, even if the process
+    shares the page with other processes. Returns None if the kernel does not report the peak of the
+    resident size. Only Linux reports this peak.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
@@ -73,9 +73,9 @@ def keep_freed() -> None:
     """Makes malloc keep freed host memory in this process instead of returning the memory to the
     kernel. Later tensors reuse the kept memory.
 
-    The function sets two limits of malloc, and both limits are needed. M_MMAP_THRESHOLD makes
-    allocations up to `_LARGEST` come from the heap. M_TRIM_THRESHOLD keeps malloc from returning
-    the end of the heap to the system.
+    `keep_freed` sets two limits of malloc, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD. Both limits are
+    needed. M_MMAP_THRESHOLD makes allocations up to `_LARGEST` come from the heap. M_TRIM_THRESHOLD
+    keeps malloc from returning the end of the heap to the system.
     """
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, _LARGEST)
@@ -102,7 +102,7 @@ def frozen_heap() -> Iterator[None]:
 @dataclass(frozen=True)
 class Home:
     """Process id (pid) of a process, and name of the space in which the pid is unique. Two
-    processes can find each other by their pids only if both processes have the same space."""
+    processes can find each other by their pids only if `space` is the same for both processes."""
 
     space: str
     pid: int

@@ -6,17 +6,17 @@ MKL 2024.2, which torch 2.13.0 contains, chooses its kernels during a process's 
 not protect this choice by a lock. If one thread reads MKL's choice of kernels before another thread
 has written this choice completely, the reading thread uses the AVX2 low-accuracy kernel for one
 chunk. MKL reports no error. An error of 1.5e-4 in RoPE's first `cos` becomes an error of 1e-3 nats
-in a log-prob. If an engine caches RoPE's cosines, the wrong cosines stay in its cache and affect
-later log-probs too. See https://github.com/pytorch/pytorch/issues/188792
+in a log-prob. If an engine caches RoPE's cosines, an inaccurate cosine stays in the engine's cache
+and affects later log-probs too. See https://github.com/pytorch/pytorch/issues/188792
 
 The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) call `settle` on import,
 before any of their code runs. MKL's choice of kernels is therefore fixed before torch starts a
-thread. Trainer ranks and engines import at least one of these packages. Every tool or benchmark
-that computes with torch imports one of these packages, or calls `settle` itself. A server that
-loads this project's plug-in also calls `settle` on import. MKL keeps the choice of kernels in the
-process's memory. A forked child inherits its parent's choice of kernels. A spawned child imports
-the package, and the import calls `settle`. Further calls of `settle` in the same process cost
-microseconds.
+thread. Trainer ranks and engines import at least one of the packages `algorithms`, `megatron`,
+`ops` and `rollout`. Every tool or benchmark that computes with torch imports one of these four
+packages, or calls `settle` itself. A server that loads this project's plug-in also calls `settle`
+on import. MKL keeps the choice of kernels in the process's memory. A forked child inherits its
+parent's choice of kernels. A spawned child imports the package, and the import calls `settle`.
+Further calls of `settle` in the same process cost microseconds.
 
 Remove this module when torch's wheels contain oneMKL 2025.0 or newer, or when this project pins a
 torch release that closes issue 188792.

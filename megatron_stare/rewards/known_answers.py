@@ -1,6 +1,6 @@
 """Tests the verifier of a run before the first step. The user writes a file of answers, with the
-reward that each answer deserves. A pool of verifier processes grades these answers. If a reward
-from the pool differs from the reward in the file, an error ends the run."""
+reward that each answer deserves. A pool of verifier processes grades the answers in the file. If a
+reward from the pool differs from the reward in the file, an error ends the run."""
 
 from __future__ import annotations
 
@@ -59,10 +59,9 @@ def open_pool(verifier: Extension | str, config: Config, workers: int) -> Verifi
 
 
 def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> None:
-    """Raises ConfigError in two cases. In the first case, data.path or data.mixture is set, and the
-    verifier reads columns of the data, but data.columns is empty. In the second case, `verifier` is
-    the run's `reward.verifier` and needs complete prompt groups, but the run uses partial
-    rollouts."""
+    """Raises ConfigError if the verifier reads columns of the data, data.columns is empty, and
+    data.path or data.mixture is set. Also raises ConfigError if `verifier` is the run's
+    `reward.verifier` and needs complete prompt groups, but the run uses partial rollouts."""
     data = config.data
     if pool.needs_columns and (data.path or data.mixture) and not data.columns:
         raise ConfigError(

@@ -34,7 +34,7 @@ _RECEIVE_BYTES = 1 << 16
 def pack(message: Any) -> bytes:
     """Serializes one message as a length prefix and JSON text in ASCII. A decoded text can contain
     a lone surrogate, which is one half of a UTF-16 pair without the other half. UTF-8 cannot encode
-    such a character, but JSON in ASCII writes it as an escape sequence."""
+    a lone surrogate, but JSON in ASCII writes a lone surrogate as an escape sequence."""
     body = json.dumps(message).encode("ascii")
     return _LENGTH.pack(len(body)) + body
 
@@ -111,8 +111,8 @@ class WorkerProcess:
 
     @property
     def sending(self) -> bool:
-        """Returns True if some data is not sent yet. The caller must then call `flush` when the
-        socket is writable."""
+        """Returns True if some data is not sent yet. If `sending` is True, the caller must call
+        `flush` as soon as the socket is writable."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:

@@ -140,9 +140,9 @@ class Verdicts:
 
     @property
     def judges_groups(self) -> bool:
-        """Returns True if the verifier receives all responses to a prompt at once. For such a
-        verifier, callers must call `Verdicts.of_group`. For any other verifier, callers must call
-        `Verdicts.of`."""
+        """Returns True if the verifier receives all responses to a prompt at once. If
+        `judges_groups` is True, callers must call `Verdicts.of_group`. If `judges_groups` is False,
+        callers must call `Verdicts.of`."""
         return self._desk.judges_groups
 
     async def of(

@@ -186,8 +186,8 @@ class RunDir:
         NFS does not allow the removal of a folder with a file that some process still has open.
 
         Removes config.yaml first, because a directory without config.yaml does not count as a run.
-        If this process is killed before it has removed the other files, the directory therefore
-        does not count as a run.
+        If this process is killed after it has removed config.yaml, the directory does not count as
+        a run, even if other files remain.
 
         Args:
             but: names of folders that stay if they contain a file that is not empty.

@@ -45,7 +45,7 @@ class Selected:
 
     `weights`: float32 factor on every token's advantage. Inside the given mask, the factor is 0 for
         tokens that the method removes from the loss. Outside the given mask, the factor is 1, but
-        the product in `advantages` is 0.
+        has no effect, because every value of `advantages` outside the mask is 0.
     `advantages`: float32 product of the given advantages and `weights`; 0 outside the mask.
     `codes`: int8 code of each token's set: 1 is L+, -1 is L-, 2 is U+, -2 is U-, 0 is no set. A
         closed gate does not change the codes.

@@ -8,8 +8,8 @@ to measure how much the entropy of the same tokens actually changed. See docs/di
 comparison of the forecast and the measured change.
 
 `token_numbers` shows how the current update treats each token of chosen responses. `token_numbers`
-needs only the trainer's statistics and loss, and no pass of the model. `records/token_numbers.py`
-joins the ranks' results.
+needs the trainer's statistics and loss, but no forward or backward pass of the model.
+`records/token_numbers.py` joins the ranks' results.
 """
 
 from __future__ import annotations
@@ -149,10 +149,10 @@ def token_numbers(
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
     divided by -(coefficient x advantage). The weight is the total factor on the token's advantage,
     including STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms.
-    This definition of the weight also applies to a method in a user's own file. A token with
-    coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If several ranks hold
-    tokens of the same responses, all these ranks must call `token_numbers`, because a method's loss
-    may contain a sum over these ranks.
+    The weight has the same definition for every method, including a method in a user's own file. A
+    token with coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If several
+    ranks hold tokens of the same responses, all these ranks must call `token_numbers`, because a
+    method's loss may contain a sum over these ranks.
 
     Args:
         objective: the update's objective.
@@ -173,8 +173,8 @@ def token_numbers(
 def _of_micro_batch(
     objective: Objective, tokens: TokenBatch, micro: MicroBatch, push: Tensor, rows: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the columns of TokenNumbers for some response positions of the micro-batch. The 1-dim
-    tensor `rows` contains the indices of these positions in the micro-batch."""
+    """Returns the columns of TokenNumbers for the response positions that `rows` selects. `rows` is
+    a 1-dim tensor of indices into the micro-batch's response positions."""
     seen = objective.tokens_of(tokens.old_log_prob[micro.span], tokens.entropy[micro.span], micro)
     statistics = objective.statistics_of(micro)
     coefficient = objective.method.coefficients(seen, statistics)

@@ -50,7 +50,7 @@ class Objective:
     `statistics`: statistics of the mini-batch over all ranks.
     `own`: the statistics of each micro-batch, keyed by the micro-batch's span. If the setting
         statistics.scope is micro_batch, each micro-batch uses its entry in the dict `own`, and not
-        the field `statistics`. If statistics.scope has another value, the dict `own` is empty.
+        the field `statistics`. If statistics.scope is not micro_batch, the dict `own` is empty.
     `is_log_prob_pass`: whether this training pass is also the log-prob pass. In a log-prob pass,
         the old log-probs equal the current log-probs.
     """

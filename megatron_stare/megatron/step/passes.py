@@ -1,6 +1,6 @@
-"""Runs the two passes over a batch. The log-prob pass runs only the model's forward pass, and
-computes log-probs and entropies. The training pass runs the model's forward pass and backward pass,
-and computes the gradient.
+"""Runs the log-prob pass and the training pass over a batch. The log-prob pass runs only the
+model's forward pass, and computes log-probs and entropies. The training pass runs the model's
+forward pass and backward pass, and computes the gradient.
 
 The two passes run Megatron's pipeline schedule over the same micro-batches. On-policy ratios are
 therefore 1. `Reference` is the reference policy in the KL term. The reference policy's log-probs

@@ -318,9 +318,10 @@ class TokenNorms:
 
     `columns`: ranges of entropy.
     `rows`: one row per range of probability. A row contains its range of probability, an upper
-        bound of the norm, and one cell per range of entropy. The upper bound of the norm is
-        sqrt(2 - 2 p), where p is the lowest probability in the row's range. A cell contains the
-        mean norm of its tokens and their share of all tokens. A cell without tokens is None.
+        bound of the gradient norm, and one cell per range of entropy. The upper bound of the
+        gradient norm is sqrt(2 - 2 p), where p is the lowest probability in the row's range. A cell
+        contains the mean gradient norm of the cell's tokens, and the cell's share of all tokens. A
+        cell without tokens is None.
     """
 
     step: int

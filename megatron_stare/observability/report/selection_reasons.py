@@ -31,9 +31,8 @@ class Reasons:
     """Explanations of a selection.
 
     `lines`: sentences about the step.
-    `sets`: for each set of selected tokens, the reason why a token is in the set. The keys are the
-        letters of the sets. The field `selected` of a rollout file contains the letters of the
-        sets.
+    `sets`: maps the letter of each set of selected tokens to the reason why a token is in the set.
+        The field `selected` of a rollout file contains the letters of the sets.
     """
 
     lines: tuple[str, ...] = ()

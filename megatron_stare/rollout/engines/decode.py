@@ -56,10 +56,10 @@ def decode_batch(
     """Decodes the responses to all `requests` as one batch. A response has at most
     `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
 
-    A row's sampling noise depends only on `params` and the row's request. Equal distributions
-    therefore give the same sampled token, whatever other rows are in the batch. The number of rows
-    can change the shapes of the matrix products. Different shapes cause different float rounding,
-    which changes the distribution by about 1e-7.
+    A row's sampling noise depends only on `params` and the row's request. If a row has the same
+    distribution in two batches, both batches sample the same token for this row, whatever the other
+    rows are. The number of rows can change the shapes of the matrix products. Different shapes
+    cause different float rounding, which changes the distribution by about 1e-7.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(

@@ -1,7 +1,7 @@
 """Defines three interfaces for the transfer of weights from the ranks to the engines. A
 WeightStream supplies the weights, bucket by bucket. A SyncTarget is a destination to which ranks
-send weights without the driver. A Sender sends one rank's weights to a target. Apart from the three
-interfaces, ranks know nothing about engines."""
+send weights directly, and not through the driver. A Sender sends one rank's weights to a target.
+To transfer weights, ranks use engines only through the interfaces of this module."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Sender(Protocol):
 
 
 class SyncTarget(Protocol):
-    """A destination to which ranks send weights without the driver. The destination consists of the
-    servers of one engine, or of all engines of a run.
+    """A destination to which ranks send weights directly, and not through the driver. The
+    destination consists of the servers of one engine, or of all engines of a run.
 
     Engines create a SyncTarget, and ranks send weights through the SyncTarget. A SyncTarget is
     serialised and sent to the ranks. Ranks compare SyncTargets by value. A rank that receives a
@@ -99,8 +99,9 @@ class SyncTarget(Protocol):
         """Returns an identifier of this rank's machine and device."""
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns one tuple for each engine. The tuple contains, for each rank of the engine, in
-        order, the trainer rank that uses the same device.
+        """Returns a tuple of trainer ranks for each engine. The tuple contains one trainer rank for
+        each rank of the engine, in the order of the engine's ranks. An engine's rank and its
+        trainer rank use the same device.
 
         Args:
             places: identifiers of all trainer ranks, see `here`.
@@ -128,13 +129,13 @@ class WeightStream(Protocol):
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Yields a pair for each bucket: a handle of the bucket, and a list of other handles. The
-        caller can pass the handle of the bucket as an argument to calls of workers. The list
-        contains the handles of the calls with which other ranks help to gather the bucket. Calls in
-        the list may still be running. The caller starts calls of its workers with the bucket as an
-        argument. The caller should pass the handles of these calls, together with the yielded list,
-        to one call of `Workers.wait`. If one of the calls that are passed to `Workers.wait` fails,
-        `Workers.wait` raises the error of the failed call immediately. Can be iterated once.
+        """Yields a pair for each bucket: a handle of the bucket, and a list with the handles of the
+        gather calls. In the gather calls, other ranks help to gather the bucket. Gather calls may
+        still be running when the pair is yielded. The caller can start worker calls with the handle
+        of the bucket as an argument. The caller should then pass the handles of its worker calls
+        and of the gather calls to one call of `Workers.wait`. If one of the calls that are passed
+        to `Workers.wait` fails, `Workers.wait` raises the error of the failed call immediately. Can
+        be iterated once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.
@@ -145,8 +146,8 @@ class WeightStream(Protocol):
         the last bucket. A checksum is "" if it was not computed."""
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
-        """Starts to gather the weights for a later call of `send_to` with the same arguments. The
-        caller need not call `send_to` afterwards. Returns immediately."""
+        """Starts to gather the weights for a later call of `send_to` with the same arguments. A
+        caller may also call `prepare` without calling `send_to` later. Returns immediately."""
 
     def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
         """Sends all weights to the target. Returns one report per sender (see `Sender.end`). The

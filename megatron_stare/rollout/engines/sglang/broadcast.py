@@ -163,8 +163,8 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns one offset for each server. Rank r of a server becomes rank offset + r of the process
-    group. The last entry of the list is the size of the process group."""
+    """Returns the rank offset of each server, followed by the size of the process group. Rank r of
+    a server becomes rank offset + r of the process group."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 

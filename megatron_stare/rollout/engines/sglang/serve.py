@@ -32,7 +32,7 @@ SCRATCH_VARIABLE = "TMPDIR"  # the server's own folder, removed with it
 
 def _let_torchvision_import() -> None:
     """Defines the operators that `import torchvision` needs. Does nothing if torchvision's own
-    library loads, because the library itself defines these operators.
+    library loads, because the library then defines the operators itself.
 
     The library in torchvision's CPU wheel can require CUDA libraries, and does not load if the CUDA
     libraries are missing. If torchvision's library loads, its static initialiser defines the
