@@ -24,7 +24,8 @@ class Filter(Protocol):
 
     @property
     def leaves_count(self) -> bool:
-        """Returns True if the removed tokens also leave the denominator of the loss."""
+        """Returns True if the denominator of the loss does not count the tokens that this filter
+        removes."""
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """Returns requests for statistics over the tokens that earlier filters kept."""

@@ -79,9 +79,9 @@ class GrpoS(Clipped):
         }
 
     def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """Returns the shaped rewards, [B] float64, and a mask of responses, [B] bool. The mask is
-        True for a response if its reward enters the baseline of the advantages and the filters keep
-        at least one of its tokens."""
+        """Returns two tensors: the shaped rewards, [B] float64, and a mask over the responses, [B]
+        bool. The mask is True for a response if its reward enters the baseline of the advantages
+        and the filters keep at least one of its tokens."""
         length = tensor(statistics, "grpo_s/length")
         counted, groups = length > 0, _whole(batch.groups)
         correct = _whole(batch.rewards) >= self.correct_from

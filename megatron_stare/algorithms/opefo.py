@@ -7,12 +7,12 @@ the entropy.
     w = 1 + lambda on L+ and U-         w = 1 - lambda on U+ and L-
 
 With the weights w, the sums F+ and F- both become 2 F+ F- / (F+ + F-), so their effects on the
-entropy cancel. If all tokens have equal coefficients (token_mean, no importance correction), a step
-from the sampling policy therefore leaves the entropy unchanged to first order. OPEFO has no target
-entropy: the weights keep the entropy at its present value. Only summaries of the paper were
-available. The following detail is therefore inferred and not taken from the paper: F+ and F- use
-the exact Phi of all tokens in the whole batch. Phi always comes from the log-prob pass, for every
-value of `statistics.surprisal`.
+entropy cancel. If all tokens have equal coefficients in the loss (token_mean, no importance
+correction), a gradient step that starts at the sampling policy leaves the entropy unchanged to
+first order. OPEFO has no target entropy: the weights keep the entropy at its present value. Only
+summaries of the paper were available. The following detail is therefore inferred and not taken from
+the paper: F+ and F- use the exact Phi of all tokens in the whole batch. Phi always comes from the
+log-prob pass, for every value of `statistics.surprisal`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ arXiv 2606.19236, appendix B.2).
 STARE selects the tokens of highest surprisal in the whole batch. STARE's selection approximates the
 set of tokens whose surprisal s is above the critical surprisal s* of their position. The module
 sensitivity.py computes the critical surprisal of a position from the policy's distribution at this
-position. Each set of tokens has these measures:
+position. The metrics report two measures for each set of tokens:
 
     precision   share of L+ with s > s*, of U+ with s <= s*; likewise for L- and U-
     A Phi       sum over the set; negative if L+ is selected correctly, since the tokens of L+

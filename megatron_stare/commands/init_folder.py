@@ -184,8 +184,8 @@ def _model(given: str | None) -> _Model | None:
 
 
 def _sums(columns: Columns | None) -> bool:
-    """Tells whether all problems are sums of three two-digit numbers, which the tiny model was made
-    for."""
+    """Tells whether all problems are sums of three two-digit numbers. The tiny model was made for
+    such sums."""
     return columns is None or all(_SUM.fullmatch(each.prompt) for each in columns.records)
 
 

@@ -109,8 +109,9 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
 
 
 def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
-    """Raises ConfigError if heads, feed-forward columns or latents cannot be split over the
-    tensor-parallel ranks."""
+    """Raises ConfigError if attention heads, feed-forward columns or the columns of MLA latents
+    cannot be split over the tensor-parallel ranks. Also raises ConfigError if the number of
+    key-value heads is neither a divisor nor a multiple of the number of tensor-parallel ranks."""
     tp = parallel.tensor
     widths = (shape.ffn, *shape.whole_widths)
     for what, number in (

@@ -139,8 +139,8 @@ class ChatFormat:
 
     def between(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
         """Returns the ids [n] and the text of the tokens between two turns of the policy. The
-        tokens consist of the messages and the opening of the policy's next turn (the template's
-        generation prompt).
+        tokens between two turns consist of the messages and the opening of the policy's next turn
+        (the template's generation prompt).
 
         If the text of a message contains a special token or a tag of tool calls, a space is
         inserted into the token or tag, so that it loses its special meaning.
@@ -194,8 +194,8 @@ class ChatFormat:
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
         """Returns the token ids of a context, followed by the policy's turn after this context. The
-        template renders earlier turns without their thinking, so the result contains neither the
-        turn's thinking nor the ids that `left_out` returned.
+        template renders earlier turns without their thinking. The result therefore omits the turn's
+        thinking and the ids `opened`, which start the thinking.
 
         Args:
             text: text of the turn.
@@ -261,8 +261,9 @@ class ChatFormat:
 
 
 def encodable(text: str) -> str:
-    """Returns the text with "?" for each half of a surrogate pair, which tokenizers and files
-    refuse. A service that cuts texts at UTF-16 units may send half of a surrogate pair."""
+    """Returns the text with "?" in place of each half of a surrogate pair. Tokenizers and files
+    refuse such a half. A service that cuts texts at UTF-16 units may send half of a surrogate
+    pair."""
     return text.encode(errors="replace").decode()
 
 

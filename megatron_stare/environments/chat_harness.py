@@ -28,7 +28,7 @@ __all__ = ["ChatHarness"]
 
 def register() -> None:
     """Adds this module to `sys.modules` under the name in the constant `ID`. The library
-    `verifiers` imports the module by this name."""
+    `verifiers` imports the module by the name in `ID`."""
     sys.modules[ID] = sys.modules[__name__]
 
 
@@ -58,9 +58,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
     ) -> ProgramResult:
         """See `verifiers.v1.harness.Harness`. If the server refuses to sample a turn, the
-        conversation ends with exit code 1. The server refuses if an error occurs or if a limit is
-        reached. The library's trace of the conversation states whether the server's refusal was an
-        error or a limit."""
+        conversation ends with exit code 1. The server refuses to sample a turn if an error occurs
+        or if a limit is reached. The library's trace of the conversation states whether the
+        server's refusal was an error or a limit."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

@@ -1,5 +1,6 @@
-"""Defines data classes for the facts about a run that hangs. The facts are sent between nodes and
-written into the bundle as JSON."""
+"""Defines data classes for the facts about a run that hangs. The facts are sent between nodes as
+JSON, and written as JSON into the bundle, which is the folder with all facts about a hang
+(bundle.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function's name without its class."""
+        """The function's name without the name of the class."""
         return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:

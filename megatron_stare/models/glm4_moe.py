@@ -3,9 +3,9 @@ experts. The router chooses the routed experts of a token by each expert's sigmo
 bias.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
-weights of the chosen experts (Wang et al., arXiv 2408.15664). The experts' biases are not trained,
-so engines and checkpoints get the loaded biases. The trained model leaves out the multi-token
-prediction layers, which follow the last layer in a checkpoint.
+weights of the chosen experts (Wang et al., arXiv 2408.15664). Training does not change the experts'
+biases, so engines and checkpoints get the biases of the loaded model. The trained model leaves out
+the multi-token prediction layers, which follow the last layer in a checkpoint.
 """
 
 from __future__ import annotations

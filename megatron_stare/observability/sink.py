@@ -77,11 +77,11 @@ class Sink:
     not open any file or connection. A sink opens its files and connections in `start` or `resume`.
     A sink's settings are the keyword-only parameters of the sink's constructor. All calls come from
     the driver's thread. An error in `start` or `resume` ends the run before training begins. If the
-    run resumes by itself, after a loss or a rollback, an error in `resume` is reported, and the run
-    continues without the sink. An error in any other call is reported once, and the run continues.
-    Even after an error, the sink receives later calls, because the cause, such as a full disk or a
-    lost network connection, may be gone by then. If the sink is `essential`, an error in any call
-    ends the run.
+    run resumes by itself, because a process was lost or because of a rollback, an error in `resume`
+    is reported, and the run continues without the sink. An error in any other call is reported
+    once, and the run continues. Even after an error, the sink receives later calls, because the
+    cause, such as a full disk or a lost network connection, may be gone by then. If the sink is
+    `essential`, an error in any call ends the run.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run
@@ -92,8 +92,9 @@ class Sink:
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
         """Opens the sink for a run that resumes after step `step`. A resumed run calls `resume`
         instead of `start`. The sink must drop all records of steps and evaluations after `step`,
-        because the run repeats them. An essential sink is opened only after the run has loaded its
-        checkpoint, so that a start that fails does not shorten the record.
+        because the run repeats these steps and evaluations. A resumed run opens an essential sink
+        only after the run has loaded its checkpoint, so that a run that fails to start drops no
+        records.
 
         Args:
             step: last step that the run keeps; 0 if the run ended before its first checkpoint.
@@ -123,7 +124,8 @@ class Sink:
         inside another phase."""
 
     def end_phase(self, name: str) -> None:
-        """Is called when the innermost phase ends, even if the phase failed."""
+        """Is called when the phase `name` ends, even if the phase failed. Of nested phases, the
+        innermost phase ends first."""
 
     def progress(self, done: int, total: int) -> None:
         """Receives how many responses of the current phase are finished, and how many responses the

@@ -1,16 +1,17 @@
 """Computes, from the logits at a position, the log-prob of the target token and the entropy of the
 distribution. The vocabulary dimension of the logits can be split over ranks.
 
-One pass computes log-prob and entropy. The pass applies the temperature, masks padded vocabulary
-columns, accumulates in float32, and needs one collective of four numbers per token. In the
-formulas, z is a row's logits, m is the maximum of z over all ranks, and d is (z - m) / temperature:
+One pass over the logits computes log-prob and entropy. The pass over the logits applies the
+temperature, masks padded vocabulary columns, accumulates in float32, and needs one collective of
+four numbers per token. In the formulas, z is a row's logits, m is the maximum of z over all ranks,
+and d is (z - m) / temperature:
 
     s = sum_v exp(d_v)                t = sum_v d_v exp(d_v)
     log p_y = d_y - ln s              H = ln s - t / s
     d log p_y / dd = 1[y] - p         dH / dd = -p (ln p + H)
 
-The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, q and u. The pass and the
-collective that provide s and t also provide q and u:
+The entropy sensitivity (algorithms/sensitivity.py) needs two more sums, q and u. The sums q and u
+come from the same pass and the same collective as the sums s and t:
 
     q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
     sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
@@ -100,8 +101,8 @@ class Problem:
     body: Body = "auto"
 
     def columns(self, width: int) -> tuple[int, int]:
-        """Returns the index of this rank's first column, and the number of real columns among the
-        rank's `width` columns."""
+        """Returns the index of this rank's first column, and how many of the rank's `width` columns
+        are not padding."""
         start = (self.group.rank() if self.group is not None else 0) * width
         return start, min(max(self.vocab_size - start, 0), width)
 
@@ -114,7 +115,7 @@ class Rows:
     `local`: int64 index of the target token's column among this rank's columns, or -1 if another
         rank has this column.
     `m`: the maximum of a row's logits over the columns of all ranks. The field m has the dtype of
-        the row sums, which represents m exactly.
+        the row sums, and this dtype can represent m exactly.
     `s`, `entropy`: the softmax denominator sum_v exp(d_v) of the row and the entropy of the row,
         over the columns of all ranks, in float64.
     """
@@ -167,9 +168,9 @@ def write_gradient(
     the logits.
 
     Let d be (z - m) / temperature. The gradient with respect to a logit z is exp(d) (a + b d), with
-    the same factors a and b for all columns of a row. For the target's logit, the gradient has the
-    further term grad_log_prob / temperature. The function computes a and b in float64, and then
-    rounds a and b to the dtype of `rows.m`.
+    the same factors a and b for all columns of a row. The gradient with respect to the target's
+    logit has one more term: grad_log_prob / temperature. The function computes a and b in float64,
+    and then rounds a and b to the dtype of `rows.m`.
 
     Args:
         grad_log_prob: [N].
@@ -244,9 +245,9 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     of a row is not finite, the function returns m = 0 for this row.
 
     This function combines the row sums in float64. `measure` then computes log-probs and entropies
-    from the combined sums, also in float64. In float32, the rounding error of the sums would be
-    twice as large. Float64 costs little here, because a tensor of row sums has only one element per
-    row and rank.
+    from the combined sums, also in float64. A combination in float32 would double the rounding
+    error of the row sums. Float64 costs little here, because a tensor of row sums has only one
+    element per row and rank.
     """
     group = problem.group
     if group is None or group.size() == 1:
@@ -274,7 +275,8 @@ def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     with one value for each rank and each row of logits. The argument s_r contains each rank's sum
     of w over the rank's own columns, and t_r contains each rank's sum of the products d w over the
     same columns. The sums s_r and t_r of a rank use the rank's own maximum m_r instead of m. The
-    argument `shift` is (m_r - m) / temperature, which changes a rank's own d into d by addition.
-    The argument `scale` changes a rank's own weight into w by multiplication. For the sum t,
-    `scale` is exp(shift). For the sum u, `scale` is exp(shift)^2."""
+    argument `shift` is (m_r - m) / temperature: the number that must be added to a rank's own value
+    (z - m_r) / temperature to obtain d. The argument `scale` is the factor by which a rank's own
+    weight must be multiplied to obtain w. For the sum t, `scale` is exp(shift). For the sum u,
+    `scale` is exp(shift)^2."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

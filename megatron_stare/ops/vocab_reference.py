@@ -14,9 +14,10 @@ from torch import Tensor
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Returns one tensor, [4 or 6, N] of at least float32. The tensor's first four rows are this
-    rank's maxima m, sums s, sums t and target logits z_target. If `second_moment` is True, two more
-    rows are the sums q and u. The module vocab_parallel.py defines m, s, t, q and u.
+    """Returns one tensor [4 or 6, N]. The dtype is float64 for float64 logits, and float32 for all
+    other logits. The tensor's first four rows are this rank's maxima m, sums s, sums t and target
+    logits z_target. If `second_moment` is True, two more rows are the sums q and u. The module
+    vocab_parallel.py defines m, s, t, q and u.
 
     Args:
         logits: [N, V].

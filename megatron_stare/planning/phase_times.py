@@ -91,8 +91,8 @@ def body_matrices(shape: ModelShape) -> int:
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
     """Returns the forward FLOPs of all layers and the output layer for one sequence. Causal
-    attention covers half of the sequence on average. The output layer is counted only at response
-    positions."""
+    attention covers half of the sequence on average. The FLOPs of the output layer are counted only
+    for response positions."""
     length = prompt + response
     matrices = 2 * body_matrices(shape) * length
     # scores and values, half masked
@@ -131,11 +131,12 @@ class Work:
         The prediction divides `ideal` by the share of the peak rate that the run reaches. For the
         weight sync, `ideal` is not a time, but the size of the weights in bytes. The prediction
         divides the size of the weights by the speed of the weight sync in bytes per second.
-    `fixed`: seconds that the prediction adds without scaling them.
-    `moved`: seconds that the ranks need to move every hidden state through memory once, including
-        the pipeline's idle time. A token has one hidden state per layer. The method `seconds`
-        multiplies `moved` by the argument `moves`. The argument `moves` is the number of hidden
-        states that the phase moves through memory per token and layer.
+    `fixed`: seconds that the prediction adds unchanged, whatever share of the peak rate the run
+        reaches.
+    `moved`: seconds that the ranks need to read or write every hidden state once, at full memory
+        bandwidth and including the pipeline's idle time. A token has one hidden state per layer.
+        The method `seconds` multiplies `moved` by the argument `moves`. The argument `moves` is the
+        number of hidden states that the phase reads or writes per token and layer.
     """
 
     ideal: float
@@ -350,8 +351,9 @@ class RequestTime:
     `beside`: number of other requests in the server's batch.
     `tokens`: maximum number of tokens that a request adds to its response.
     `longest_s`: duration of a request that adds `tokens` tokens.
-    `first_s`: expected duration of the first request that a rollout completes. The request is
-        assumed to add tokens up to the mean length of a response.
+    `first_s`: expected duration of the first request that a rollout completes. The prediction
+        assumes that this request adds as many tokens as a response has on average, but at most
+        `tokens`.
     """
 
     beside: float
@@ -371,9 +373,9 @@ def request_time(
     """Predicts how long a request takes, with the same coefficients as `rollout_seconds`. A
     decoding step takes equally long for every request in the batch.
 
-    With partial rollouts, a request adds at most `partial.tokens` tokens. Every request of the
-    batch is then assumed to continue an unfinished response, so the server first reads the context
-    of this response again.
+    With partial rollouts, a request adds at most `partial.tokens` tokens. With partial rollouts,
+    the prediction also assumes that every request of the batch continues an unfinished response, so
+    the server first reads the context of this response again.
     """
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
@@ -422,7 +424,8 @@ def _at_once(config: Config, growing: float, context: float, served: ServedMemor
 def _cached_token(config: Config, shape: ModelShape, served: ServedMemory | None) -> float:
     """Returns the number of bytes that each rank of a server reads, on average, for the keys and
     values of one token. If a server has more ranks than key/value heads, several ranks hold the
-    same head. An attention group reads the cache of its own requests only."""
+    same head. Each attention group (sglang.attention_data_parallel) reads only the cache of its own
+    requests."""
     if served:
         return served.token / config.sglang.attention_data_parallel
     size = 1 if config.sglang.kv_cache_dtype else BYTES[config.sglang.dtype or config.model.dtype]
@@ -447,7 +450,7 @@ def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
 
 def sync_work(run: ResolvedRun, nbytes: Mapping[str, int]) -> Work:
     """Returns the work of a weight sync. If trainer and servers are colocated, the work includes
-    the offload to host memory."""
+    the trainer's offload to host memory."""
     config = run.config
     if not replica_count(config):
         return Work(0.0)
@@ -507,8 +510,9 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
 def _moved(
     config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
 ) -> float:
-    """Returns the seconds that the ranks need to move every hidden state through memory once. A
-    token has one hidden state per layer. All ranks move hidden states in parallel."""
+    """Returns the seconds that the ranks need to read or write every hidden state once, at full
+    memory bandwidth. A token has one hidden state per layer. All ranks read or write in
+    parallel."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 

@@ -1,8 +1,8 @@
 """Makes the plan of a run, as text or as JSON. The plan contains the predicted memory, the
 predicted times of a step, and a list of similar layouts that fit into the GPUs' memory.
 
-This module imports torch and Megatron. The module command.py, which adds the command's arguments,
-imports torch and Megatron only when the command runs.
+This module imports torch and Megatron. The module command.py adds the arguments of the command
+`plan`, and imports torch and Megatron only when this command runs.
 """
 
 from __future__ import annotations

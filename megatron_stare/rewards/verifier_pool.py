@@ -337,8 +337,8 @@ class VerifierPool:
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
         """Replaces a worker that has ended. Records `verdict` as the verdict on the answer that the
-        worker was verifying. Moves the other answers that were assigned to the worker back to the
-        front of the queue. Starts a new worker."""
+        worker was verifying. Moves to the front of the queue all answers that the worker had
+        received but not begun. Starts a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
         self._return(slot, answers)

@@ -131,8 +131,9 @@ class StareGRPOTrainer(GRPOTrainer):
     def _changed(
         self, batch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor
     ) -> str | None:
-        """Checks TRL's results for a batch, and TRL's loss for at most two rows of the batch.
-        Returns a message about the first result that the adapter cannot use, or None."""
+        """Checks that the adapter can use TRL's results for a batch, and TRL's loss for at most two
+        rows of the batch. Returns a message about the first problem, or None if there is no
+        problem."""
         shape = batch["completion_ids"].shape
         if batch["advantages"].shape != shape[:1]:
             return f"advantages have shape {tuple(batch['advantages'].shape)}, not [B]"
@@ -168,7 +169,8 @@ class StareGRPOTrainer(GRPOTrainer):
         return None
 
     def _loss_of(self, batch: Mapping[str, Any], advantages: Tensor) -> Tensor:
-        """Returns the loss. The metrics and the model's mode stay unchanged."""
+        """Returns TRL's loss. Leaves TRL's recorded metrics unchanged, and leaves the model in
+        training mode."""
         kept, self._metrics = self._metrics, copy.deepcopy(self._metrics)
         self.model.eval()
         try:

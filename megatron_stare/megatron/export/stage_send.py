@@ -121,8 +121,8 @@ class StageSend:
         gathers the next bucket while the current bucket is sent.
 
         Returns:
-            The `Sender.end` result, which the engines verify, on the first rank of the stage. None
-                on other ranks.
+            The report of `Sender.end` on the first rank of the stage, and None on other ranks. The
+                engines compare the report with the weights that they received.
 
         Raises:
             UserError: sending failed.
@@ -137,8 +137,9 @@ class StageSend:
 
     @torch.no_grad()
     def send_own(self) -> Any:
-        """Sends the experts that this rank owns and has not sent yet. Returns the `Sender.end`
-        result, which the engines verify, or None if this rank has no experts left to send.
+        """Sends the experts that this rank owns and has not sent yet. Returns the report of
+        `Sender.end`, or None if this rank has no experts left to send. The engines compare the
+        report with the weights that they received.
 
         Raises:
             UserError: sending failed.

@@ -118,8 +118,8 @@ class WeightsAndBiases(Service):
 
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Reads the logged rows of all starts of an offline run, oldest first. Returns None if the run
-    has no offline files of W&B."""
+    """Reads all rows that an offline run has logged, oldest first, including the rows from before
+    the run resumed. Returns None if the run has no offline files of W&B."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []

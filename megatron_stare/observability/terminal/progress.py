@@ -156,7 +156,7 @@ class StepPrinter(RunDisplay):
         self._last_call = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Prints a remark between the steps."""
+        """Prints a remark for the user on a line of its own."""
         self._write(self._paint(_DIM, text))
 
     def warn(self, text: str) -> None:
@@ -167,8 +167,8 @@ class StepPrinter(RunDisplay):
         """Prints the line of a finished step. The line has no column for a metric that the method
         does not report.
 
-        The remaining time is estimated from recent training steps. Evaluations and checkpoints take
-        additional time.
+        The remaining time is estimated from recent training steps. The estimate does not include
+        evaluations and checkpoints, which take additional time.
         """
         now = time.monotonic()
         self._remaining.add(metrics.get("time/step_s", now - self._last_call))

@@ -33,9 +33,10 @@ class ServedMemory:
     `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: size of the weights in bytes if `setting` is sglang.memory_fraction. The setting
-        sglang.memory_fraction limits the memory of weights and cache together. If `setting` is
-        sglang.cache_tokens, `before` is 0, because sglang.cache_tokens limits only the cache.
+    `before`: number of bytes within the limit of `setting` that are not for the cache. The setting
+        sglang.memory_fraction limits the memory of weights and cache together, so `before` is the
+        size of the weights. The setting sglang.cache_tokens limits only the cache, so `before` is
+        0.
     `digits`: number of decimal places of the setting's value.
     """
 
@@ -137,8 +138,8 @@ class Replica(ABC):
 
     @abstractmethod
     def engine(self) -> Engine:
-        """Waits until the engine can receive weights, and returns the engine in the state DIRTY.
-        Raises UserError if the engine does not start."""
+        """Waits until the engine can receive weights, and returns the engine. The returned engine
+        is in the state DIRTY. Raises UserError if the engine does not start."""
 
     @abstractmethod
     def close(self) -> None:
@@ -338,8 +339,9 @@ def server_python(config: Config) -> str | None:
 
 
 def _settings(config: Config, kind: type[Engine] | type[Replica]) -> dict[str, Any]:
-    """Returns the engine's own settings. Leaves out `model_path`, `max_batch`, `threads` and
-    `dtype`, which the run itself passes to an in-process engine."""
+    """Returns the engine's own settings. The returned settings do not include `model_path`,
+    `max_batch`, `threads` and `dtype`, because the run itself passes these arguments to an
+    in-process engine."""
     return settings_of(
         config.rollout.engine, kind, WHERE, ("model_path", "max_batch", "threads", "dtype")
     )

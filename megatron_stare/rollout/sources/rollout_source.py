@@ -151,8 +151,8 @@ class RolloutSource(ABC):
     - After `publish`, no replica samples from a mixture of weight versions.
 
     - A trajectory that is in flight or waits for its step is not lost when the run is saved and
-      resumed. Either `state` counts the trajectory's prompt as unused, or the trajectory is stored
-      beside the state (see group_sampling.Groups.kept).
+      resumed. The prompt of such a trajectory counts as unused in `state`, or the checkpoint stores
+      the trajectory (see group_sampling.Groups.kept).
     """
 
     @abstractmethod
@@ -257,8 +257,8 @@ class Rollouts:
         """Starts or continues responses. Each response grows until the response is finished, or
         until it has grown by `tokens` tokens. Finished responses are verified.
 
-        Waits until all verdicts have arrived and every response is either finished or cut. Raises
-        the first error.
+        Waits until all verdicts have arrived and every response is either finished or cut after
+        `tokens` tokens. Raises the first error.
 
         Args:
             responses: responses to start or continue. If `enough` is given, `responses` must
@@ -382,7 +382,8 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's trajectories in canonical order, and metrics of their selection."""
+    """A step's trajectories in canonical order, and metrics about the selection of these
+    trajectories."""
 
     trajectories: list[Trajectory]
     metrics: Mapping[str, float]

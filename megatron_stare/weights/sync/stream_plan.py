@@ -214,9 +214,10 @@ def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[H
 
 
 def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
-    """Plans every tensor once. Takes each part from the lowest rank that holds the part. Other
-    ranks do not send their copies of the part. Other ranks hold copies of a part under data
-    parallelism, for replicated norms, and, on the last pipeline stage, for a tied embedding."""
+    """Plans every tensor once. If several ranks hold a copy of the same part, only the lowest of
+    these ranks sends the part. Under data parallelism, several ranks hold copies of the same parts.
+    Tensor-parallel ranks hold copies of replicated tensors, such as norms. The last pipeline stage
+    holds a copy of a tied embedding."""
     found: dict[str, dict[tuple[int, int], Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
         found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)
@@ -238,7 +239,7 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
 def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
     """Splits the tensors into groups. If a server must receive several tensors together in one
     call, these tensors form one group. Each of the remaining tensors forms its own group. The
-    groups are ordered by the positions of their first tensors."""
+    groups are in the order in which their first tensors occur in `tensors`."""
     family, units = family_of(shape), dict[str, list[PlannedTensor]]()
     for tensor in tensors:
         place = family.served(tensor.name, shape)

@@ -2,7 +2,7 @@
 that the user's flags do not change arguments that this project sets itself.
 
 The function `refused_flag` starts a process in SGLang's Python environment. The process runs this
-module with the command in the next line.
+module with the following command:
 
     python -m megatron_stare.rollout.engines.sglang.flag_check '{"own": [...], "flags": [...]}'
 """

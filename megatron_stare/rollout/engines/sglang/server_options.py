@@ -77,14 +77,13 @@ class ServerOptions:
 
     @property
     def following(self) -> int:
-        """Number of additional ports that must be free. These ports directly follow the rendezvous
-        port."""
+        """Number of ports that the server's ranks need directly after the rendezvous port."""
         return DERIVED if self.data > 1 else 0
 
     @property
     def meeting_ports(self) -> Sequence[int]:
-        """Ports that can serve as the rendezvous port of the server's ranks. The next `following`
-        ports after each of them are for the ranks, too."""
+        """Ports that can serve as the rendezvous port of the server's ranks. The ranks also use the
+        `following` ports directly after the rendezvous port."""
         own = self.ports[len(self.http_ports) :]
         held = frozenset(own)
         return [port for port in own if port + self.following in held]
