@@ -19,8 +19,8 @@ from megatron_stare.algorithms.grpo import Grpo
 
 @dataclass(frozen=True, kw_only=True)
 class DrGrpo(Grpo):
-    """Settings of GRPO Done Right. These settings are the settings of GRPO, with the defaults of
-    arXiv 2503.20783.
+    """Settings of GRPO Done Right, which are the settings of GRPO with the defaults of arXiv
+    2503.20783.
 
     `length_norm`: L_max, tokens.
     """

@@ -5,10 +5,10 @@
 
 The setting `form: token` selects GSPO-token. For a token with the probability p, the ratio of
 GSPO-token is s_{i,t} = sg[s_i] p / sg[p], where sg stops the gradient. GSPO-token's loss has the
-same value as GSPO's loss. If all tokens of a response have the same advantage, GSPO-token's
-gradient also equals GSPO's gradient. The upper bound of ln s_{i,t} is 10, as in verl. The clip
-bounds of s_i are far smaller than the usual bounds of a token ratio, because bounds at a distance
-of 0.2 from 1 would never clip s_i.
+same value as GSPO's loss. If all tokens of a response have the same advantage, the gradients of
+GSPO-token and GSPO are equal. The upper bound of ln s_{i,t} is 10, as in verl. The clip bounds of
+s_i are far smaller than the usual bounds of a token ratio, because bounds at a distance of 0.2 from
+1 would never clip s_i.
 """
 
 from __future__ import annotations

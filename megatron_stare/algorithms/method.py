@@ -100,8 +100,8 @@ class Method(ABC):
 
     @property
     def selects(self) -> tuple[TokenSet, ...]:
-        """Returns the token sets that `selected` distinguishes. In diagnostics, each set is logged
-        under its name."""
+        """Returns the token sets that `selected` distinguishes. Diagnostics log the metrics of each
+        token set under the set's name."""
         return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
@@ -123,7 +123,7 @@ class Method(ABC):
         and `penalties` filled in.
 
         Only `judge` computes the columns `advantages`, `carries_loss`, `baseline_mask` and
-        `penalties`. Every rank reads these columns from the batch.
+        `penalties`, and every rank reads these columns from the batch.
 
         Raises:
             DataError: a response has several branches, but the loss couples all tokens of a
@@ -193,7 +193,7 @@ class Method(ABC):
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """Returns for each token the code of the token set that contains the token, [N] int8. The
-        property `selects` lists the possible sets. The codes of the token sets are meant for
+        property `selects` lists the method's token sets. The codes of the token sets are meant for
         diagnostics and for people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of

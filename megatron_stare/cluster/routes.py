@@ -105,8 +105,8 @@ def unreachable(doors: Sequence[Door], tried: Sequence[Tried]) -> ConfigError | 
 
 
 def require_folder(folder: str, ranks: Hosts, readers: Sequence[Hosts]) -> None:
-    """Makes the first rank write a file to the sync folder `folder`. Then makes every rank and
-    every server process check that the first rank's file is visible to the process.
+    """Makes the first rank write a file to the sync folder `folder`. Then every rank and every
+    server process looks for the file of the first rank.
 
     Raises:
         ConfigError: the first rank cannot write to the folder, or another process does not see the

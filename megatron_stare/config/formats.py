@@ -3,7 +3,7 @@
 config.yaml and run_state.json store their format number under the key "format". FORMAT is the
 current format number. A file without a format number has format 1. When a file of an older release
 is read, its content is upgraded one format at a time. Reading does not change the file on disk.
-Only a resumed run writes the upgraded content. An incompatible change of config.yaml or
+Only a resumed run writes the upgraded content to disk. An incompatible change of config.yaml or
 run_state.json needs one more entry in UPGRADES and no other code.
 """
 
@@ -55,8 +55,8 @@ def _has_servers(config: Tree) -> bool:
 
 def _servers_that_are_used(config: Tree) -> Tree:
     """Removes server settings if the engine has no servers. In format 1, a configuration could
-    contain server settings although its engine had no servers. The run then ignored the server
-    settings."""
+    contain server settings although its engine had no servers. A run whose engine had no servers
+    ignored the server settings."""
     if not _has_servers(config):
         config.pop("sglang", None)
     return config
@@ -65,7 +65,7 @@ def _servers_that_are_used(config: Tree) -> Tree:
 def _cache_of_the_device(config: Tree) -> Tree:
     """Removes cache_tokens if its value is 20,000 tokens. In format 2, the default of cache_tokens
     was 20,000 tokens, which was meant for CPU servers. The default of cache_tokens is now null. On
-    a CPU, null also means 20,000 tokens."""
+    a CPU, the value null has the same effect as 20,000 tokens."""
     return _without_server_setting(config, "cache_tokens", FORMER_CACHE_TOKENS)
 
 
@@ -93,8 +93,8 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 def with_new_names(config: Tree) -> Tree:
     """Renames the sections in RENAMED, and moves the settings of the former section `services` to
-    the sinks that have these settings now. If a former section is missing from the configuration,
-    no section is added in its place."""
+    the sinks that have these settings now. If the configuration does not contain a former section,
+    the function does not add the renamed section."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -144,8 +144,8 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 def without_former_defaults(config: Tree) -> Tree:
     """Removes former defaults of server settings if the engine has no servers. A user can copy an
-    old run's config.yaml, delete the format number, and start a new run from the copy. The copy is
-    not upgraded and may contain former defaults."""
+    old run's config.yaml, delete the format number, and start a new run from the copy. The new run
+    does not upgrade the copied file, which may therefore contain former defaults."""
     return config if _has_servers(config) else _address_that_is_used(_cache_of_the_device(config))
 
 
@@ -160,7 +160,7 @@ class Upgrade:
 
 def _of_unknown_inputs(run_state: Tree) -> Tree:
     """Adds an empty dict for the digests of the tokenizer and the chat template, because format 3
-    did not record these digests. Format 3 also recorded no checksums of checkpoints."""
+    did not record these digests. Format 3 had no checksums of checkpoints."""
     return {**run_state, "inputs": {}}
 
 

@@ -219,13 +219,13 @@ class FilePrompts:
         After c prompts from all files together, a file's share is c times the file's weight,
         divided by the sum of all weights. The deadline of a file's j-th prompt (j = 1, 2, ...) is
         the smallest number c of prompts for which the file's share is at least j prompts. A file is
-        a candidate if it has supplied fewer prompts than its share of the first cursor + 1 prompts.
-        The rule chooses the candidate whose next prompt has the earliest deadline. If several
-        candidates have the same deadline, the rule chooses the first of these candidates. With this
-        rule, the difference between the number of prompts from a file and the file's share is
-        always less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15, 1996). If a run
-        was started with an earlier release, the run keeps the earlier rule when it is resumed. The
-        rule of earlier releases chooses the file that is furthest below its share.
+        a candidate if the number of prompts that it has supplied is below its share of c = `cursor`
+        + 1 prompts. The rule chooses the candidate whose next prompt has the earliest deadline. If
+        several candidates have the same deadline, the rule chooses the first of these candidates.
+        The deadline rule keeps the difference between the number of prompts from a file and the
+        file's share below 1 at all times (Baruah et al., Proportionate Progress, Algorithmica 15,
+        1996). If a run was started with an earlier release, the run keeps the earlier rule when it
+        is resumed. The rule of earlier releases chooses the file that is furthest below its share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

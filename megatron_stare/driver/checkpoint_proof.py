@@ -49,10 +49,10 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    `layout`: text that describes the ranks' layout, threads and devices. A resumed run makes such a
-        text for its own ranks. If the resumed run's text equals `layout`, and if `layout` mentions
-        neither compiled functions nor sums in a varying order, the resumed run's log-probs must be
-        bit-identical to the stored log-probs.
+    `layout`: text that describes the ranks' layout, threads and devices. A resumed run describes
+        its own ranks in a text of the same form. If the resumed run's text equals `layout`, and if
+        `layout` mentions neither compiled functions nor sums in a varying order, the resumed run's
+        log-probs must be bit-identical to the stored log-probs.
     `sequences`: token ids of the canary.
     `proof`: log-probs, counts and sums that the ranks computed.
     """

@@ -49,9 +49,9 @@ class Answered:
 
     @property
     def votes(self) -> list[tuple[int, float]]:
-        """Returns a pair (number, share) for every answer class, in the order in which the classes
-        first appear. The number counts the responses in the class. The share is the fraction of the
-        responses in the class that are right."""
+        """Returns a pair (`number`, `share`) for every answer class, in the order in which the
+        classes first appear. The answer class contains `number` responses, and `share` is the
+        fraction of these responses that is right."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each

@@ -75,8 +75,8 @@ class Vigil:
 
     def without_s(self, beat: Beat, now: float) -> float:
         """Returns the seconds without progress. Does not count the seconds in which the whole
-        machine stood still, or the seconds in which the run's processes waited for a CPU. The
-        subtracted time of waits for a CPU is at most STARVED times the phase's time limit."""
+        machine stood still, or the seconds in which the run's processes waited for a CPU. For waits
+        for a CPU, subtracts at most STARVED times the phase's time limit."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 

@@ -6,10 +6,10 @@ gives the same answers in every parallel layout. A method therefore needs no dis
 own.
 
 Thresholds are exact. Each token has a unique 64-bit key. Six rounds find the k-th largest key over
-all ranks. Each round fixes at most eleven bits of this key, by means of a histogram that is
-all-reduced over the ranks. Keys are neither gathered from other ranks nor compacted into shorter
-lists, and the host never waits for the device. Because all keys differ, there are no ties, and the
-same tokens are selected in every layout.
+all ranks. Each round fixes at most eleven bits of the k-th largest key, by means of a histogram
+that is all-reduced over the ranks. Keys are neither gathered from other ranks nor compacted into
+shorter lists, and the host never waits for the device. Because all keys differ, there are no ties,
+and the same tokens are selected in every layout.
 
 Shape legend: S is the number of selections whose keys one call of `kth_largest` finds. N is the
 number of positions that this rank holds.

@@ -39,7 +39,7 @@ class Seen:
         seconds.
     `seconds`: measured seconds of the phase, minus `Work.fixed`. `Work.fixed` is the predicted time
         of communication and offloading, which is not fitted. For the rollout phase, `seconds` is
-        the measured time without a subtraction. The value of `seconds` is above 0.
+        the measured time, and `Work.fixed` is not subtracted. The value of `seconds` is above 0.
     """
 
     ideal: float
@@ -56,11 +56,10 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
 
     Both coefficients are at least 0. The fit can separate the two coefficients only if the ratio
     `other` / `ideal` differs enough between the runs: the largest ratio must be at least `APART`
-    times the smallest ratio. If the ratio differs less, or if there is only one run, the
-    coefficient `times` is 0. If the coefficient `times` is above 0, the coefficient `inverse` is at
-    least as large as the argument `least`. If the coefficient `times` is 0, the coefficient
-    `inverse` can be below the argument `least`. If the coefficient `inverse` is below the argument
-    `least`, the runs were faster than the GPU's peak rate.
+    times the smallest ratio. If the largest ratio is below `APART` times the smallest ratio, or if
+    there is only one run, the coefficient `times` is 0. If the coefficient `inverse` is below the
+    argument `least`, the runs were faster than the GPU's peak rate. The coefficient `inverse` can
+    be below `least` only if the coefficient `times` is 0.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -132,8 +131,8 @@ def _parts(
 ) -> dict[str, Seen]:
     """Returns a dict that maps the name of each phase to an object of the class `Seen`. Phases
     without a measured time or without predicted work are left out. If `rollout.staleness` is above
-    0, the rollout phase is left out, too. Raises ConfigError if a phase took less time than its
-    communication alone would need."""
+    0, the dict does not contain the rollout phase. Raises ConfigError if a phase took less time
+    than its communication alone would need."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)

@@ -50,8 +50,8 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """The argument of the checks of the dicts CONFIGURATION and RUN: a resolved run, and whether
-    its model may be absent.
+    """Input of each check in the dicts CONFIGURATION and RUN. Contains a resolved run, and says
+    whether the run's model may be absent.
 
     `published`: if True, a model shape that ships with the package may replace the shape of an
         absent model.
@@ -267,7 +267,7 @@ def check_reference(
 def check_supervised(config: Config) -> None:
     """Raises ConfigError if a run with supervised fine-tuning has a setting that supervised
     fine-tuning does not support, or a data source without conversations. Also raises ConfigError if
-    a run with any other method has a data source with conversations."""
+    a run without supervised fine-tuning has a data source with conversations."""
     factory, _ = find_source(config)
     written = getattr(factory, "demonstrates", False)
     if not config.supervised:
@@ -342,8 +342,9 @@ def check_rounds(config: Config) -> None:
 
 
 def check_eight_bits(config: Config, method: Method) -> None:
-    """Raises ConfigError if servers round weights, or keys and values, to 8 bits, and no importance
-    correction accounts for the difference between their policy and the trainer's."""
+    """Raises ConfigError if servers round weights, or keys and values, to 8 bits, although the
+    method has no importance correction for the difference between the servers' policy and the
+    trainer's policy."""
     asked = config.sglang
     if config.supervised or not isinstance(method, PolicyGradient) or method.correction is not None:
         return
@@ -365,9 +366,8 @@ def check_eight_bits(config: Config, method: Method) -> None:
 
 def check_statistics(config: Config, method: Method) -> None:
     """Raises ConfigError if the lagged gate skips the log-prob pass although the method or another
-    setting needs this pass. Some methods need a measurement of the entropy change that an update
-    causes. With these methods, also raises ConfigError if a step has several updates, or if
-    `statistics.scope` is `micro_batch`."""
+    setting needs this pass. Also raises ConfigError if the method needs the entropy change of one
+    update, but a step has several updates or `statistics.scope` is `micro_batch`."""
     if method.measures_every and config.batch.updates > 1:
         raise ConfigError(
             f"{config.algorithm.name} learns from the entropy change of one update, and a rollout"

@@ -22,7 +22,7 @@ RESTARTS_FILE = "restarts.jsonl"
 @dataclass(frozen=True)
 class RecoveryRule:
     """The settings of the section `faults.run`. The documentation of the configuration describes
-    these settings."""
+    the settings of `faults.run`."""
 
     attempts: int = 3
     window_steps: int = 10
@@ -44,9 +44,9 @@ class Attempts:
     again. For each restart, this class stores the furthest step that the run had reached before the
     restart. When the run is `window_steps` steps beyond the stored step, the restart is no longer
     counted. Only steps beyond the stored step count as progress, so steps that a restarted run
-    repeats are no progress. Suppose that, after every restart, a run dies before its next
-    checkpoint, and therefore repeats the same steps. All restarts of a run that only repeats steps
-    stay counted, so the run is restarted at most `attempts` times.
+    repeats are no progress. If, after every restart, a run dies before its next checkpoint, the run
+    only repeats the same steps. If a run only repeats the same steps, all its restarts stay
+    counted, and the run is restarted at most `attempts` times.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:

@@ -1,4 +1,4 @@
-"""Defines prompts, the batch of response tokens on which a method computes, and the plan of
+"""Defines prompts, the batch of response tokens that is a method's input, and the plan of
 micro-batches. Torch is the only library that this module imports.
 
 Shape legend: B samples of a rollout batch in canonical order (by prompt cursor, then by sample
@@ -136,8 +136,8 @@ class TokenBatch:
     def in_baseline(self) -> Tensor:
         """[N] bool: True for the positions of responses whose rewards enter the baseline of the
         advantages. With the setting `truncated: mask`, the rewards of truncated responses enter the
-        baseline, although the tokens of truncated responses carry no loss. For the tokens of a
-        truncated response, `in_baseline` is then True and `loss_mask` is False."""
+        baseline, although the tokens of truncated responses carry no loss. With `truncated: mask`,
+        `in_baseline` is True and `loss_mask` is False for the tokens of a truncated response."""
         return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property
@@ -149,7 +149,8 @@ class TokenBatch:
     @property
     def selected_by(self) -> Tensor:
         """[N] detached log-probs that a method uses to select tokens. The statistics of the whole
-        batch are computed from the same log-probs, so that selections and statistics agree."""
+        batch are computed from the log-probs in `selected_by`, so that selections and statistics
+        agree."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
         return chosen.detach()
 

@@ -175,8 +175,9 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def nothing(text: str) -> str | None:
-    """Classifies an answer that states no value, such as 'no solution'. Returns "none",
-    "undefined", "infinite" or "infinity", and returns None for every other answer."""
+    """Classifies an answer that states no value, such as 'no solution'. Returns "none" (no solution
+    or the empty set), "undefined", "infinite" (infinitely many solutions) or "infinity" (plus
+    infinity). Returns None if the answer has no entry in _NOTHING."""
     words = re.sub(r"\\(?:text|mathrm|textbf|mbox)(?![A-Za-z])|[\\${}().!]", " ", text).strip()
     words = re.sub(r"\s+", " ", words.lower())
     if re.sub(r"\s", "", text) in (r"\{\}", "{}"):
@@ -302,8 +303,8 @@ class Bracketed:
 
 
 def bracketed(text: str) -> Bracketed | None:
-    """Returns the brackets and parts of a tuple, an interval or a set. Returns None for any other
-    answer. Reads ]1,2[ as (1,2)."""
+    """Returns the brackets and parts of a tuple, an interval or a set. Returns None if the answer
+    is not a tuple, an interval or a set. Reads ]1,2[ as (1,2)."""
     text = re.sub(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])\s*", "", text).strip()
     text = (
         text.replace(r"\lbrace", r"\{")

@@ -275,8 +275,9 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""Cleans an amount of money that starts with \$. Removes further dollar signs and spaces after
-    the \$ and at the end. For example, \$5$ becomes \$5. Returns any other text unchanged."""
+    r"""Cleans an amount of money that starts with \$. Keeps the leading \$, and removes the dollar
+    signs and spaces directly after the leading \$ and at the end of the text. For example, \$5$
+    becomes \$5. Returns any other text unchanged."""
     return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
 
 
@@ -287,8 +288,9 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as one number. Such a text contains words that are
-    not a unit, or two numbers with a space between them, as in 3 4."""
+    """Returns True if a text must not be read as one number. The reason can be words in the text,
+    or two numbers with a space between them, as in 3 4. The caller has already removed the unit
+    from the text."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
@@ -312,7 +314,8 @@ def normal_answer(response: str) -> str:
     """Returns a normal form of the last box's content, or "" if the box is empty, missing or not
     closed. If the answer is a number in digits or a fraction of two integers, returns its exact
     value as text: 0.5 becomes 1/2. If the answer consists of words, converts the words to lower
-    case. From an answer of any other form, removes only decoration, fonts and spaces."""
+    case. If the answer is neither a number in digits, nor a fraction of two integers, nor words,
+    removes only decoration, fonts and spaces."""
     given = last_boxed(response)
     if given is None:
         return ""

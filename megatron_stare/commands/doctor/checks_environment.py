@@ -97,8 +97,8 @@ def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
     the variable with the value of the variable in the shell. If the run attaches to servers that it
     did not start, the run's value and the shell's value must be equal.
 
-    Every process that the run starts gets the value that the run sets. A server that the run did
-    not start is assumed to have the shell's value of the variable.
+    Every process that the run starts gets the value that the run sets. For a server that the run
+    did not start, the check assumes the shell's value of the variable.
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:

@@ -150,7 +150,8 @@ class RankBatch:
 
     def mini_batch(self, number: int) -> RankBatch:
         """Returns a batch with only the micro-batches of one optimizer step. The `span` of the
-        returned batch is still a range of indices into all N response positions of the rank."""
+        returned batch is a range of indices into all N response positions of the rank, not into the
+        positions of the mini-batch."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
@@ -162,8 +163,8 @@ class RankBatch:
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
         """Returns `tokens`, restricted to the mini-batch with index `number`. The columns of the
-        result keep all N response positions of the rank. The masks, the number of samples and the
-        samples' loss lengths cover only this mini-batch.
+        result keep all N response positions of the rank. The masks, `num_sequences` and
+        `sequence_lengths` cover only this mini-batch.
 
         Args:
             tokens: from `token_batch`.
@@ -190,8 +191,8 @@ class RankBatch:
 def _with_one_context(share: RankShare) -> Tensor:
     """Returns an integer ID for the context of each branch, as [S] int64 for S branches. If two
     branches have the same ID, their contexts are equal. If the context of a branch is only the
-    prompt, the branch's ID is the index of the branch's prompt group. A branch with any other
-    context has a unique ID."""
+    prompt, the branch's ID is the index of the branch's prompt group. If the context of a branch is
+    not the prompt alone, the branch has a unique ID."""
     if share.branched is None:
         return share.groups
     branches = share.branched

@@ -1,10 +1,10 @@
 """Sends weights to engines that share devices with the trainer.
 
-The trainer ranks that together hold one copy of the model all gather every bucket. Each trainer
-rank then makes a handle, through which the engine rank on the same device accesses the bucket's
-memory. Among the trainer ranks that share devices with an engine, the first rank collects the
-handles and sends one handle to each rank of the engine. Weights move between devices only while the
-trainer ranks gather a bucket.
+Among the trainer ranks that together hold one copy of the model, every rank gathers every bucket.
+Each trainer rank then makes a handle, through which the engine rank on the same device accesses the
+bucket's memory. Among the trainer ranks that share devices with an engine, the first rank collects
+the handles and sends one handle to each rank of the engine. Weights move between devices only while
+the trainer ranks gather a bucket.
 """
 
 from __future__ import annotations
@@ -163,9 +163,10 @@ class _Carried:
 
     def hand(self, bucket: Bucket) -> None:
         """Passes a bucket's handles to the engine, after the engine has received the previous
-        bucket. When the next `meet` returns, either the engine has received the previous bucket, or
-        sending has failed. If sending has failed, the trainer rank that collects the handles has
-        stored the error, and later buckets are not passed."""
+        bucket. When `hand` and the following `meet` have returned, either the engine has received
+        the previous bucket, or sending has failed. If sending has failed, the trainer rank that
+        collects the handles has stored the error, and `hand` passes no later bucket to the
+        engine."""
         if self._failed:  # nobody would open or release the handle
             return
         handle = self._sender.handle(bucket)
@@ -194,7 +195,7 @@ class _Carried:
 
     def meet(self) -> None:
         """Barrier: waits until all trainer ranks on the engine's devices have called `meet`. When
-        `meet` returns, each of these trainer ranks knows whether sending has failed."""
+        `meet` returns, every trainer rank that called `meet` knows whether sending has failed."""
         failed = torch.tensor(int(self._error is not None))
         if self._group is not None:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)

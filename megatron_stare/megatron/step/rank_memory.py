@@ -98,8 +98,9 @@ class RankMemory:
         machine.
 
         `peak_mb` is this process's peak memory since the last call. Without CUDA, `live_mb` is the
-        current size of the policy's tensors plus autograd's peak since the last call. `device_mb`
-        is the memory that all processes together currently hold on this GPU.
+        current size of the policy's tensors plus the peak size, since the last call, of the tensors
+        that autograd keeps for backward. `device_mb` is the memory that all processes together
+        currently hold on this GPU.
         """
         found = {"peak_mb": take_peak_bytes(), "device_mb": device_used_bytes()}
         if not uses_cuda():

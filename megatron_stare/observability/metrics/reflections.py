@@ -48,7 +48,7 @@ METRICS = (
 
 def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str, float]:
     """Counts how often the words in the argument `words` occur in each sample's response. Returns
-    the mean count over the step's samples as the metric `response/reflections`.
+    the mean number of occurrences per sample as the metric `response/reflections`.
 
     Args:
         words: words to count, by the rules of records/words.py. Without words, the function returns

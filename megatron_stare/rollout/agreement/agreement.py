@@ -105,10 +105,11 @@ class AgreementError(UserError):
 
 
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
-    """Returns metrics of the log-prob differences. The metrics are the mean, the maximum, the
-    quantiles, the mean over likely tokens, and the mean over unlikely tokens. Further metrics are
-    the maximum for each range of token positions, and the maximum for each age of the weights that
-    sampled the tokens. The age of weights is a number of steps.
+    """Returns metrics of the log-prob differences: the mean difference, the largest difference, the
+    quantiles of the differences, the mean difference over likely tokens, and the mean difference
+    over unlikely tokens. Also returns the largest difference for each range of token positions, and
+    the largest difference for each age of the weights with which tokens were sampled. The age of
+    weights is a number of steps.
 
     Args:
         step: step of the rollout. Tokens that were sampled with the weights of the previous step

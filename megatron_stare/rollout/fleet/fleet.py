@@ -170,17 +170,17 @@ class Fleet:
             self._begin_due()
 
     def allow_restarts(self) -> None:
-        """Allows restarts of lost replicas until `hold_restarts` is called. The permission also
-        covers replicas that are lost after this call."""
+        """Allows restarts of lost replicas until `hold_restarts` is called. The permission to
+        restart also covers replicas that are lost after this call."""
         with self._lock:
             self._held = False
             self._begin_due()
 
     def hold_restarts(self) -> None:
         """Waits for the replicas that are restarting now. Prevents further restarts of replicas
-        until `allow_restarts` is called. A replica that comes up during the wait can be called
-        after the wait. Does nothing if `RestartRule.held` is False, because restarts then need no
-        permission.
+        until `allow_restarts` is called. If a replica comes up during the wait, the fleet can call
+        the replica after the wait. Does nothing if `RestartRule.held` is False, because restarts
+        then need no permission.
 
         This method reports progress during the wait, so that the wait does not count as a hang of
         the run's current phase. A hang of a starting replica is still detected, because a starting

@@ -120,7 +120,8 @@ class _Standing:
     avoided_until: float = 0.0
 
     def believe(self) -> None:
-        """Clears the record of lost requests."""
+        """Resets the replica's number of consecutive lost requests, and ends the replica's back-off
+        and avoidance."""
         self.in_a_row, self.closed_until, self.avoided_until = 0, 0.0, 0.0
 
 
@@ -129,15 +130,16 @@ class FleetHealth:
 
     A DEAD replica becomes HEALTHY only through a restart and a complete, verified weight update.
 
-    A replica that lost a request receives no requests during a back-off. After the back-off, this
-    replica is chosen before other replicas, but receives only one request at a time until it
-    answers a request. A replica that lost a request is also avoided. If the lost request was in
-    flight for n seconds, the avoidance lasts for n seconds or for the length of the back-off,
-    whichever is longer. The avoidance ends earlier if the replica answers a request. An avoided
-    replica receives a request only if all serving replicas are avoided. Each request to a hanging
-    replica is delayed by the full request timeout. Avoidance therefore limits the number of
-    requests that a hanging replica receives. At the start of the next rollout, all back-offs end
-    and no replica is avoided any more.
+    A replica that lost a request receives no requests during a back-off. For a time after a lost
+    request, the fleet avoids the replica that lost the request. If the lost request was in flight
+    for n seconds, the avoidance lasts for n seconds or for the length of the back-off, whichever is
+    longer. The avoidance ends earlier if the replica answers a request. An avoided replica receives
+    a request only if all serving replicas are avoided. Each request to a hanging replica is delayed
+    by the full request timeout. By avoiding replicas, the fleet limits the number of requests that
+    a hanging replica receives. At the start of the next rollout, all back-offs end and no replica
+    is avoided any more. When back-off and avoidance have ended, a replica that lost a request is
+    chosen before other replicas, but receives only one request at a time until it answers a
+    request.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
@@ -319,7 +321,7 @@ class FleetHealth:
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
         """Changes the replica's state to `to`. Raises HealthError if this transition is not legal,
-        or if `only` is given and the replica is in another state.
+        or if `only` is given and the replica's state is not `only`.
 
         Args:
             only: state that the replica must have before the change. None allows every state from

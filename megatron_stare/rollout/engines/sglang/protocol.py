@@ -83,8 +83,8 @@ def check_precision(
     quantization: str | None = None,
 ) -> None:
     """Raises ConfigError if the server's quantization differs from `quantization`, or if the
-    server's key/value cache does not have the dtype `kv_cache_dtype`. Without this check, rounding
-    errors could not be distinguished from wrong weights.
+    server's key/value cache does not have the dtype `kv_cache_dtype`. With an unexpected
+    quantization or cache dtype, the run could not distinguish rounding errors from wrong weights.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain
@@ -198,9 +198,9 @@ def sampling_fields(
     the response. The server therefore never uses a default value of its SGLang release or of the
     model folder.
 
-    The distribution is truncated only in evaluation, and only by top-p. In training, a truncated
-    sampling distribution would differ from the trainer's distribution. Top-k is set only for greedy
-    decoding. Min-p, penalties, bias and grammars are never used.
+    The sampling distribution is truncated only in evaluation, and only by top-p. In training, a
+    truncated sampling distribution would differ from the trainer's distribution. Top-k is set only
+    for greedy decoding. Min-p, penalties, bias and grammars are never used.
 
     Args:
         stop_token_ids: stop tokens in addition to the stop tokens of `params`.
@@ -371,8 +371,9 @@ def _column(
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
-    """Returns the weight versions that sampled an answer's tokens. `tokens` is the number of tokens
-    in the answer. The answer's meta_info gives the version of each span of tokens."""
+    """Returns the versions of the weights with which the server sampled an answer's tokens.
+    `tokens` is the number of tokens in the answer. The answer's meta_info gives the weight version
+    of each span of tokens."""
     runs: list[tuple[int, int]] = []
     end = 0
     for span in meta.get("weight_versions") or []:

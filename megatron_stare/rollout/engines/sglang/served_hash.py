@@ -67,12 +67,13 @@ class TiledDigest:
     rotl(i, r) rotates the 32-bit number i to the left by r bits. The function fmix is the finalizer
     of MurmurHash3 (Appleby, 2011). The hash uses two triples of constants. For each triple of
     constants (A, s, r), the 32-bit word w at position i becomes the mixed word fmix(w ^ (i * A + s)
-    ^ rotl(i, r)). A tile consists of 8192 consecutive words. S1 is the sum, mod 2^32, of a tile's
-    mixed words for the first triple of constants. S2 is the sum, mod 2^32, of a tile's mixed words
-    for the second triple of constants. A tile's value has 64 bits. The upper 32 bits of the tile's
-    value are fmix(S1 ^ 4n), and the lower 32 bits are fmix(S2 ^ 4n), where 4n is the number of
-    bytes with padding. The values of all tiles are summed mod 2^64. The hash is this sum after the
-    finalizer of splitmix64 (Steele, Lea and Flood, 2014). The hash of an empty input is 0.
+    ^ rotl(i, r)). A tile consists of 8192 consecutive words. For each tile, S1 is the sum, mod
+    2^32, of the mixed words that result from the first triple of constants. For each tile, S2 is
+    the sum, mod 2^32, of the mixed words that result from the second triple of constants. A tile's
+    value has 64 bits. The upper 32 bits of the tile's value are fmix(S1 ^ 4n), and the lower 32
+    bits are fmix(S2 ^ 4n), where 4n is the number of bytes with padding. The values of all tiles
+    are summed mod 2^64. The finalizer of splitmix64 (Steele, Lea and Flood, 2014) turns the sum of
+    the tiles' values into the hash. The hash of an empty input is 0.
     """
 
     def __init__(self) -> None:
@@ -93,10 +94,11 @@ class TiledDigest:
         self._add(words.view(torch.int32), self._words)
 
     def update_at(self, start: int, part: Tensor) -> None:
-        """Adds the bytes of the tensor `part`. In the sequence of all hashed bytes, the added bytes
-        begin at byte offset `start`. The caller may add the parts in any order. A caller can
-        distribute the parts over several digests, and then merge these digests with `joined`.
-        `start` and the part's size must be multiples of four bytes."""
+        """Adds the bytes of the tensor `part` to the hashed bytes. In the sequence of all hashed
+        bytes, the added bytes begin at byte offset `start`. The caller may add the parts of a
+        parameter in any order. A caller can also add some parts to one digest and the other parts
+        to other digests, and then merge these digests with `joined`. `start` and the part's size
+        must be multiples of four bytes."""
         held = _bytes(part)
         if start % 4 or held.numel() % 4:
             raise ValueError(f"{held.numel()} bytes from byte {start} on are no whole words")
@@ -114,8 +116,8 @@ class TiledDigest:
         return both
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for pickling. The state contains one pair of sums per tile, in host
-        memory. A digest is pickled so that another process can join the digest with other
+        """Returns the state for pickling. The returned dict contains one pair of sums per tile, in
+        host memory. A digest is pickled so that another process can join the digest with other
         digests."""
         first, sums = self._tiles()
         return {
