@@ -8,10 +8,11 @@
 
 To first order, every operator raises the entropy (sensitivity.py). Of the tokens of each advantage
 sign in the whole batch, the rare tokens are the fraction P with the highest surprisal. If a fixed
-probability bound is set, rare tokens are instead the tokens with p below the bound. The paper does
-not define the common tokens. In this file, the common tokens are either all tokens that are not
-rare ('complement'), or the fraction P of the tokens with the lowest surprisal ('bottom'). The page
-docs/algorithms/stare.md gives the reasons for both definitions of the common tokens.
+probability bound is set, rare tokens are instead the tokens whose probability is below the bound.
+The paper does not define the common tokens. The field `Selection.common` chooses between two
+definitions of the common tokens. With 'complement', all tokens that are not rare are common. With
+'bottom', the common tokens of each advantage sign are the fraction P with the lowest surprisal. The
+page docs/algorithms/stare.md gives the reasons for both definitions of the common tokens.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class BatchConfig(Section):
 
 class StatisticsConfig(Section):
     """Configures the statistics that select tokens and decide whether a method's gate is open. The
-    settings choose the source of these statistics, and the set of tokens from which each statistic
-    is computed."""
+    settings choose the source of each statistic, and the set of tokens from which the statistic is
+    computed."""
 
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",

@@ -2,17 +2,17 @@
 number to a total. Problems are generated when needed and never stored.
 
 For example, the prompt '33 8 5 2 = 38 :' asks for the signs in 33 + 8 - 5 + 2 = 38. A demonstration
-is either a short guess, such as '+8 +5 +2', or a search. A search tries one combination of signs
-after another. After each signed number, a search writes the running total. Between two attempts, a
-search writes the word 'wait'. For example, the search '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'
-consists of a wrong attempt and a right attempt. Only the part of a response after the last word
-'wait' is graded. A guess is right only by luck, but a search finds the right signs unless it stops
-too early. Longer responses are therefore right more often.
+is either a short guess, such as '+8 +5 +2', or a search. In a search, the response tries one
+combination of signs after another. After each signed number, a search contains the running total.
+Between two attempts, a search contains the word 'wait'. For example, the search '+8 41 +5 46 -2 44
+wait +8 41 -5 36 +2 38' consists of a wrong attempt and a right attempt. Only the part of a response
+after the last word 'wait' is graded. A guess is right only by luck, but a search finds the right
+signs unless it stops too early. Longer responses are therefore right more often.
 
 Problem number i of a stream depends only on i, the seed and the split. A fixed hash assigns each
 problem to the training split or the evaluation split, so the two splits share no problem. Rollouts
-use `SignsPrompts`. `tools/make_tiny_model.py` trains a small model on demonstrations of this task.
-The model's tokenizer uses `VOCABULARY`.
+use `SignsPrompts`. `tools/make_tiny_model.py` trains a small model on demonstrations of the signs
+task. The model's tokenizer uses `VOCABULARY`.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def split_of(problem: Problem) -> Split:
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
     """Returns a response for supervised training: a guess or a search, as the module's docstring
-    explains. A search starts at a random combination of SIGNS and continues with the next
-    combinations in cyclic order.
+    explains. The first attempt of a search uses a random combination of SIGNS, and each later
+    attempt uses the next combination in cyclic order.
 
     Args:
         seed: selects the response. The response also depends on the problem.

@@ -96,7 +96,7 @@ class DriverBeats(Sink):
         self._put(steps=run.config.run.steps, step=step)
 
     def begin_step(self, step: int) -> None:
-        """Starts a step. The step lasts until the next step begins."""
+        """Starts a step, and thereby ends the previous step."""
         self._between()
         self._stepping = True
         self._phases = [self._new(BETWEEN)]
@@ -251,8 +251,8 @@ def forget_left(where: Path) -> None:
     """Removes the in-memory folders of killed watchers. The folder of a killed watcher would
     otherwise stay in memory until a reboot.
 
-    If a folder's lock is free, the folder's watcher is gone. The lock test also works for a watcher
-    that ran in another PID namespace.
+    If a folder's lock is free, the folder's watcher is gone. Unlike a check of the watcher's pid, a
+    check of the lock also works for a watcher that ran in another PID namespace.
     """
     for folder in where.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open("a") as lock:

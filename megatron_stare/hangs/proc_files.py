@@ -1,12 +1,11 @@
 """Reads facts about a process from Linux's /proc (proc(5)). Most /proc files that this module reads
 never block the reader, whatever the state of the process.
 
-Three files are exceptions: /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup. For each
-read of one of these three files, the kernel takes the memory lock of process PID. A page fault of
-process PID may hold the memory lock while the page fault waits for a dead file system. The
-functions `command`, `pss_bytes` and `stuck_at` read files that need the memory lock, and can
-therefore block forever. Call `command`, `pss_bytes` and `stuck_at` only on a thread that can be
-abandoned.
+A read of /proc/PID/cmdline, /proc/PID/mem or /proc/PID/smaps_rollup can block, because the kernel
+takes the memory lock of process PID for the read. A page fault of process PID may hold the memory
+lock while the page fault waits for a dead file system. The functions `command`, `pss_bytes` and
+`stuck_at` read files that need the memory lock, and can therefore block forever. Call `command`,
+`pss_bytes` and `stuck_at` only on a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
 
 def kill(pid: int) -> None:
     """Kills a process and all its descendants. The descendants must die too, because a descendant
-    that hangs would keep the inherited sockets open. While an inherited socket is open, its peer
-    cannot notice that the killed process has ended."""
+    that hangs would keep the inherited sockets open. While a descendant keeps an inherited socket
+    open, the peer of the socket cannot notice that the killed process has ended."""
     for each in (pid, *below([pid], everything())):
         with contextlib.suppress(OSError):
             os.kill(each, signal.SIGKILL)

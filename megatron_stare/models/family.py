@@ -311,17 +311,18 @@ class ModelFamily:
 
         For hidden size H, the linear layers of one transformer layer take 24 H^2 operations per
         token. The number 24 H^2 assumes that the matrices of Q, K, V and output have shape [H, H],
-        and that the gated MLP has width 8/3 H. For sequences of length N, causal attention
-        takes 2 H N operations per token and transformer layer. Attention therefore takes N / (12 H)
-        times as many operations as the linear layers.
+        and that the gated MLP has width 8/3 H. For sequences of N tokens and hidden size H, causal
+        attention takes 2 H N operations per token in each transformer layer. For N tokens per
+        sequence and hidden size H, the operations of attention are therefore N / (12 H) times the
+        operations of the linear layers.
         """
         return length * (1 + length / (12 * shape.hidden))
 
 
 def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
     """Raises DataError if the keys rope_scaling and rope_parameters of config.json describe two
-    different rotary embeddings. Without this check, transformers and servers would use the older
-    key rope_scaling, and ignore the base (rope_theta) in rope_parameters."""
+    different rotary embeddings. If config.json contains both keys, transformers and servers use the
+    older key rope_scaling, and ignore the base (rope_theta) in rope_parameters."""
     newer, older = config.get("rope_parameters"), config.get("rope_scaling")
     if not newer or not older:
         return
@@ -355,9 +356,10 @@ def _refuse_unknown_rope_keys(rope: Mapping[str, Any], where: str) -> None:
 
 def _refuse_two_yarns(rope: Mapping[str, Any], where: str) -> None:
     """Raises DataError if servers and transformers scale YaRN's cosines and sines by different
-    factors. A default factor follows from the other parameters. Servers multiply the default factor
-    by `attn_factor`, and ignore `attention_factor`. In transformers, `attention_factor` replaces
-    the default factor, and `attn_factor` is ignored."""
+    factors. The default scale factor of YaRN's cosines and sines follows from the rotary parameters
+    other than `attn_factor` and `attention_factor`. Servers multiply the default scale factor by
+    `attn_factor`, and ignore `attention_factor`. In transformers, `attention_factor` replaces the
+    default scale factor, and `attn_factor` is ignored."""
     if rope["rope_type"] != "yarn" or not {"attn_factor", "attention_factor"} & rope.keys():
         return
     trained, default = yarn_factors(rope)

@@ -79,9 +79,9 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """Returns a copy of `whole`, the statistics of the whole batch, for the log. In the copy,
-    summaries over the micro-batches replace the selection thresholds and the quantiles of the whole
-    batch.
+    """Returns a copy of `whole`, the statistics of the whole batch, for the log. In the returned
+    statistics, summaries over the micro-batches replace the selection thresholds and the quantiles
+    of the whole batch.
 
     The numbers of selected tokens are summed over the micro-batches. Thresholds and quantiles are
     averaged over the micro-batches that have a value. In an averaged Threshold, the field `key` is

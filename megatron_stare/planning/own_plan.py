@@ -142,7 +142,8 @@ class OwnPlan:
 
 def own_plan(run: ResolvedRun) -> OwnPlan:
     """Predicts the times and memory of a run that passed its checks. Must be called before any
-    process group exists, because a layer of the model is built on the meta device."""
+    process group exists, because `own_plan` creates a fake process group to build a layer of the
+    model on the meta device."""
     if not run.config.plan.enabled:
         return OwnPlan()
     try:
@@ -173,8 +174,9 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
     """Returns the names of the phases whose rates a calibration has fitted (see RATES). Also
-    returns "step" if a calibration has fitted fixed_s and the rates of all phases that take time.
-    Rates that are only assumed can be wrong by a factor of a hundred, especially on CPUs."""
+    returns "step" if a calibration has fitted fixed_s and the rates of all phases whose predicted
+    time is above 0. Rates that are only assumed can be wrong by a factor of a hundred, especially
+    on CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

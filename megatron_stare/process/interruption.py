@@ -176,7 +176,7 @@ class Interruption:
     def _look(self) -> None:
         """Checks whether the recorded signal is allowed to raise KeyboardInterrupt now. If the
         signal is allowed to raise KeyboardInterrupt, sets the deadline by which the driver's thread
-        must poll. If the driver's thread runs an event loop, also cancels the task in this loop."""
+        must poll, and cancels the asyncio task that the driver's thread is running, if any."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -356,8 +356,8 @@ def on_driver_thread(
 
 
 def _leave_closed(terminals: Sequence[int]) -> None:
-    """Redirects the standard streams whose terminal was closed to /dev/null. Otherwise a write to
-    the closed terminal would fail."""
+    """Redirects a standard stream to /dev/null if the stream's terminal was closed. Without the
+    redirection, a write to the closed terminal would fail."""
     for stream in terminals:
         if not os.isatty(stream):
             null = os.open(os.devnull, os.O_RDWR)
@@ -463,10 +463,11 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares that the run now makes training steps. After `makes_steps` was called, `poll` raises
-    KeyboardInterrupt in two cases only: inside an `open_to` context for the received signal, or
-    later than `grace_s` seconds after a signal in ENDING. Between two steps, the session calls
-    `raise_if_received` instead of `poll`.
+    """Declares that the run begins to make training steps, or that the run stops making training
+    steps if `grace_s` is None. While the run makes training steps, `poll` raises KeyboardInterrupt
+    in two cases only: inside an `open_to` context for the received signal, or later than `grace_s`
+    seconds after a signal in ENDING. Between two steps, the session calls `raise_if_received`
+    instead of `poll`.
 
     Args:
         grace_s: seconds after a signal in ENDING until the run ends at its next poll; None: the

@@ -3,7 +3,8 @@ of this batch that one data-parallel rank receives. Torch is the only library th
 imports.
 
 A sample is a response. A sample has one or several branches, and each branch has its own context
-(trajectory.Branch). The model processes each branch as one sequence, while methods count samples.
+(trajectory.Branch). The model processes each branch as one sequence. RL methods treat all branches
+of a sample as one response.
 
 Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one

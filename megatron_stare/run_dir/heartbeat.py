@@ -1,6 +1,6 @@
 """Writes and reads heartbeats. Heartbeats are small files with a run's progress. A heartbeat can be
-read even while a disk stalls, while the process that wrote it is stopped, or while a thread of this
-process is deadlocked.
+read even if a disk stalls, if the process that wrote the heartbeat is stopped, or if a thread of
+the writing process is deadlocked.
 
 A process of a run writes its own Beat whenever a phase or call begins or ends. The driver writes a
 Beat; with Ray, each rank and each engine also writes a Beat. Each Beat is one file. The Beat files
@@ -146,7 +146,8 @@ def beats_of(folder: Path) -> list[Beat]:
 
 def newest_progress(folder: Path) -> float | None:
     """Returns the time at which a rank on this node last made progress, in seconds of
-    CLOCK_MONOTONIC. Ignores ranks that are not in a call. Returns None if no rank is in a call."""
+    CLOCK_MONOTONIC. Ignores idle ranks, which are executing no call. Returns None if all ranks on
+    this node are idle."""
     return max(
         (b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE),
         default=None,

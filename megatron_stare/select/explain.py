@@ -56,8 +56,8 @@ class Row:
 
     def has(self, names: Sequence[str]) -> bool:
         """Returns True if this response has all fields in `names`. If a field in `names` is an
-        array and `mask` is known, returns True only if the policy also sampled at least one token
-        of the response."""
+        array and the response has a `mask`, the result is True only if the policy sampled at least
+        one token of the response."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)
@@ -255,7 +255,8 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
 def stability(rows: Sequence[Row], micro_batch: int) -> float:
     """Returns the share of a batch's rare tokens that are also rare if rare tokens are selected in
     each micro-batch alone. STARE's public code selects rare tokens in each micro-batch alone. The
-    share is a mean over PACKINGS shuffles of the rows.
+    returned share of rare tokens is a mean over PACKINGS random divisions of the rows into
+    micro-batches.
 
     Tokens of positive advantage and tokens of negative advantage are ranked separately by
     surprisal. In each ranking, the tokens with the highest surprisal are rare. The constant SHARE
@@ -289,8 +290,8 @@ def repetition(rows: Sequence[Row]) -> float:
 
 
 def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns one mask per row, over the row's sampled tokens. The masks mark the rare tokens of
-    both signs of the advantage."""
+    """Returns one mask per row, over the row's sampled tokens. A mask is True for the rare tokens
+    of positive advantage and for the rare tokens of negative advantage."""
     lengths = [len(row.kept("log_probs")) for row in rows]
     surprisals = np.concatenate([-row.kept("log_probs") for row in rows])
     signs = np.sign(np.concatenate([_advantages(row) for row in rows]))

@@ -75,7 +75,11 @@ def probe(trainer: type = PPOTrainer) -> str | None:
 
 
 def check(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if settings of verl make the selection inexact."""
+    """Raises ConfigError if a setting of verl violates a requirement of the selection. The
+    selection requires log-probs and entropies of the trained policy, one score for all rows of a
+    session, and a loss that is linear in a token's advantage. Also raises ConfigError if the method
+    would remove tokens from the denominator of the loss, because verl's denominator counts all
+    tokens."""
     correction = config.algorithm.get("rollout_correction") or {}
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     faults = {
@@ -100,8 +104,9 @@ def check(config: Any, settings: Mapping[str, Any]) -> None:
 
 def loss_changed(config: Any) -> str | None:
     """Tests verl's policy loss on a small generated batch. Returns a message if the loss is not
-    linear in the advantages, or if the loss ignores the advantage of a single token. Returns None
-    if the loss passes both tests."""
+    linear in the advantages, or if a change of one token's advantage leaves the loss unchanged.
+    Returns None if the loss is linear in the advantages, and a change of one token's advantage
+    changes the loss."""
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     loss = get_policy_loss_fn(actor.policy_loss.get("loss_mode", "vanilla"))
     source = torch.Generator().manual_seed(0)
@@ -128,8 +133,9 @@ def loss_changed(config: Any) -> str | None:
 
 
 def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns two tensors [N] with one entry for each token. The first tensor contains the index of
-    the token's session. The second tensor contains the index of the token in the batch.
+    """Returns two tensors [N] with one entry for each token. For each token, the first tensor
+    contains the index of the token's session, and the second tensor contains the token's index in
+    the batch.
 
     Sessions and rows are numbered in the sorted order of the rows' keys. The indices, and the
     choice among tokens of equal surprisal, therefore do not depend on how verl balances the rows.
@@ -155,14 +161,14 @@ class StareMixin(PPOTrainer):
     """A v1 trainer of verl that multiplies advantages by the token weights that a Selector
     computes.
 
-    The driver holds the whole batch, so the selection needs no collective. The section `stare` of
-    verl's configuration has the selector's settings. The setting `method` in this section names the
-    selection method. The default method is STARE. With `trust_upstream: true`, the trainer runs
-    even if verl has changed. With `fresh_state: true`, a run can resume with STARE from a
-    checkpoint of plain verl.
+    The driver holds the whole batch, so the selection needs no collective communication. The
+    section `stare` of verl's configuration has the selector's settings. The setting `stare.method`
+    names the selection method. The default method is STARE. With `trust_upstream: true`, the
+    trainer runs even if verl has changed. With `fresh_state: true`, a run can resume with STARE
+    from a checkpoint of plain verl.
 
     Raises:
-        ConfigError: a setting of verl makes the selection inexact.
+        ConfigError: a setting of verl violates a requirement of the selection; see `check`.
         UpstreamChangedError: verl's functions or their results changed.
     """
 
@@ -242,8 +248,8 @@ def resumed_folder(trainer: Any) -> str | None:
 
 def changed(data: Any) -> str | None:
     """Checks the log-probs, entropies and advantages that verl has computed and put into its
-    transfer queue. Returns a message about the first of these values that the adapter cannot use,
-    or None if all can be used."""
+    transfer queue. Returns a message about the first unusable column (old_log_probs, entropy or
+    advantages), or None if all three columns are usable."""
     offsets, kept = data["response_mask"].offsets(), data["response_mask"].values().bool()
     for name in ("old_log_probs", "entropy", "advantages"):
         if not torch.equal(data[name].offsets(), offsets):

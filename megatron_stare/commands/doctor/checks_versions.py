@@ -83,9 +83,9 @@ def _python(versions: Mapping[str, str]) -> Finding:
 
 
 def _megatron(versions: Mapping[str, str]) -> Finding:
-    """Checks that megatron-core is the newest supported release for the installed Python. Not
-    everything was tested with the newest of all supported releases. If this release is installed,
-    the returned finding lists the untested components."""
+    """Checks that megatron-core is the newest supported release for the installed Python. Parts of
+    this package were never tested with the newest release in MEGATRON. If the newest release in
+    MEGATRON is installed, the returned finding lists what was not tested."""
     older, newest = MEGATRON.values()
     python = _numbers(versions["python"])[:2]
     if python > PYTHONS[1]:  # reported by `_python`

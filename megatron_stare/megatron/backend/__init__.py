@@ -1,2 +1,2 @@
 """Makes Megatron run on this rank's device, a GPU or a CPU. Contains the parallel layout with its
-process groups, and the CPU substitutes for CUDA calls."""
+process groups, and the functions that replace CUDA calls on a CPU."""

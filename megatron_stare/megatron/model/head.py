@@ -155,8 +155,8 @@ class Head:
 
 def _is_embedding(model: GPTModel) -> bool:
     """Returns True if this model chunk contains the embedding, and the embedding shares its weight
-    with the output layer. Autograd adds the gradient of the embedding lookup to the shared
-    weight."""
+    with the output layer. If the weight is shared, autograd also computes the weight's gradient
+    from the embedding lookup."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 

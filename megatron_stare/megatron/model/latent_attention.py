@@ -1,6 +1,6 @@
 """Extends the multi-head latent attention in Megatron's local layer spec. With the extension,
-gradients are right for several tensor-parallel ranks. The extension also computes rotary angles for
-packed sequences without boundaries, for which `cu_seqlens_q` is None.
+gradients are also correct if there are several tensor-parallel ranks. The extension also computes
+rotary angles for packed sequences without boundaries, for which `cu_seqlens_q` is None.
 
 Shape legend: this rank holds s positions of b sequences, or t packed tokens. Rotary embeddings
 rotate d columns. The key-value latent has K columns, including the rotated columns.
@@ -60,14 +60,15 @@ def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) ->
 
 
 class TokenRotary(RotaryEmbedding):
-    """Computes rotary angles. In packed sequences without cu_seqlens_q, a token's position
-    determines its rotary angles. For all other sequences, Megatron's RotaryEmbedding computes the
-    angles."""
+    """Computes rotary angles. For packed sequences without cu_seqlens_q, TokenRotary computes the
+    angles from the positions in `PackedSequences.tokens`. If the sequences are not packed, or have
+    cu_seqlens_q, Megatron's RotaryEmbedding computes the angles."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
         """Returns the tokens' positions [t] for packed sequences in which `cu_seqlens_q` is None.
-        For all other sequences, returns the sequence length that Megatron computes. `forward`
-        accepts both a tensor of positions and a sequence length."""
+        If the sequences are not packed, or have `cu_seqlens_q`, returns the sequence length that
+        Megatron computes. The first argument of `forward` is either a tensor of positions or a
+        sequence length."""
         packing = args[-1]
         if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
             return packing.tokens

@@ -1,4 +1,5 @@
-"""Describes the optimizer's state as parts of the whole model's tensors, independent of the layout.
+"""Describes each rank's optimizer state as parts of the whole model's tensors, so that a checkpoint
+does not depend on the parallel layout.
 
 If experts are divided over ranks, Megatron has a separate optimizer for experts. If experts are not
 divided over ranks, one optimizer updates all parameters. Megatron's own checkpoints contain the
@@ -11,8 +12,8 @@ Torch's AdamW stores the step count once per parameter, as a tensor. The FusedAd
 Transformer Engine and Apex store the step count once per parameter group, as a number. FusedAdam
 creates the step count at its first step, so the place of the step count is not visible in a new
 optimizer. `step_place` therefore lets the optimizer update a probe, which is a parameter with one
-element. `step_place` then looks where the optimizer has stored the step count. A search with a
-probe works for an optimizer of any class.
+element. `step_place` then looks where the optimizer has stored the step count. With the probe,
+`step_place` can find the step count of any class of optimizer.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
 
     After a step, a host optimizer looks up the device copy of each of its parameters. A probe
     parameter has no device copy, so a host optimizer cannot update the probe. The function
-    therefore creates a new optimizer, which can update a probe. The new optimizer has the same
-    class and settings as the first host optimizer.
+    `_place_on_the_host` therefore calls `step_place` with a new optimizer, which has no device
+    copies. The new optimizer has the same class and settings as the first host optimizer.
     """
     if not optimizer.cpu_optimizers:
         return StepPlace()
@@ -226,7 +227,7 @@ def read_step(optimizer: Optimizer) -> int | None:
 
 def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
     """Sets the step count in every place where the optimizer keeps a step count. If the optimizer
-    stores step counts as tensors, each place gets a new tensor of its own."""
+    stores step counts as tensors, each step count becomes a separate new tensor."""
     for group in optimizer.param_groups:
         if place.group is not None:
             group[STEP] = like(place.group, step)

@@ -2,10 +2,11 @@
 module, and all modules define the same names.
 
 Code in the package megatron/ but outside this folder must neither check the release of
-megatron-core nor handle names that a release lacks. The test tests/test_structure.py enforces this
-rule. For megatron-core 0.19 and later, the package uses the newest module in this folder. Releases
-0.17 and 0.18 of megatron-core are not supported. For example, the module for 0.16 imports a name
-that megatron-core 0.18 does not define, as scripts/try_release.sh shows.
+megatron-core nor handle names that a release lacks. The test tests/test_structure.py checks that
+only this folder depends on the release of megatron-core. For megatron-core 0.19 and later, the
+package uses the newest module in this folder. Releases 0.17 and 0.18 of megatron-core are not
+supported. For example, the module for 0.16 imports a name that megatron-core 0.18 does not define,
+as scripts/try_release.sh shows.
 """
 
 from __future__ import annotations

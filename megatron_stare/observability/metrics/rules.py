@@ -85,9 +85,9 @@ class Rule:
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
     `flag`: name of a metric that is 1 in every step in which the rule's condition held, or "" if
-        the rule has no such metric. The driver tests the condition and logs the metric. If a rule
-        has a `flag`, the class `Watch` does not test the rule's condition again, but raises the
-        alert in the steps in which the metric is 1.
+        the rule has no such metric. If a rule has a `flag`, the driver tests the rule's condition
+        and logs the metric. For a rule with a `flag`, the class `Watch` does not test the condition
+        again, but raises the alert in the steps in which the metric is 1.
     `dtype`: `coarsest_dtype` that a run must have for the rule to apply, or "" if any dtype will
         do.
     `sampled`: True if the rule applies only to runs that sample their responses.
@@ -114,7 +114,8 @@ class Rule:
         return f"{GUARDS}.{self.guard}" if self.guard else getattr(self.when, "setting", "")
 
     def given(self, **settings: Any) -> Condition:
-        """Returns the rule's condition, with a run's settings in place of the table's values."""
+        """Returns a copy of the rule's condition, in which the run's `settings` replace the values
+        from the table RULES."""
         return replace(self.when, **settings)
 
     @property

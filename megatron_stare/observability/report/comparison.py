@@ -147,8 +147,8 @@ def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[
     """Returns a table of settings, and a sentence that says which settings are in the table. The
     table has a row for each setting that at least one run has changed from its default. The table
     also has a row for each setting for which the runs have different values. A row contains the
-    setting's name and the setting's value in every run. If the defaults are not known, there is a
-    row for every setting."""
+    setting's name and the setting's value in every run. If the defaults are not known, the table
+    has a row for every setting."""
     trees = [_flat(run.config) for run in runs]
     defaults = [_defaults(run.config) for run in runs]
     known = all(default is not None for default in defaults)
@@ -183,7 +183,7 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the default settings of the configuration's method, or None if the method is unknown
     or its class cannot be imported.
 
-    Imports the method's class, and therefore torch. No other part of the report needs torch.
+    Imports the method's class, and therefore torch, which no other part of the report needs.
     """
     algorithm = config.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm

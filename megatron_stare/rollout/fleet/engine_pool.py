@@ -229,9 +229,9 @@ class EnginePool:
                 self._fleet.health.resumed(number)
 
     def allow_restarts(self) -> None:
-        """Allows restarts of lost engines until `hold_restarts` is called. The permission also
-        covers engines that are lost after this call. Only engines on the trainer's devices need
-        permission to restart."""
+        """Allows restarts of lost engines until `hold_restarts` is called. Engines that are lost
+        after this call may restart too. Only engines on the trainer's devices need permission to
+        restart."""
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:

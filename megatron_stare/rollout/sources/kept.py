@@ -64,8 +64,8 @@ class _Reader:
         self._read = dict.fromkeys(COLUMNS, 0)
 
     def next(self, where: dict[str, Any], *names: str) -> Iterator[Any]:
-        """Reads the columns of the index entry `where`. Yields the columns in the order of `names`,
-        and then the routed experts, or None if the entry has no routed experts."""
+        """Reads the columns that the index entry `where` describes. Yields the columns in the order
+        of `names`, and then the routed experts, or None if the entry has no routed experts."""
         for name in names:
             start, end = self._read[name], self._read[name] + where["length"]
             if end > len(self._tensors[name]):
