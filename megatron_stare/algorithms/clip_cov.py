@@ -4,10 +4,10 @@ between advantage and log-prob.
     candidates: low < cov < high, not already clipped
     max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
 
-The released code draws at least one token per micro-batch, without a seed. This file draws the
-tokens from the whole batch. The draw depends only on the seed, the step and the canonical indices
-of the tokens, so the draw is the same in every layout. As in the released code, clip_low and
-clip_high are 1, so the ratio is clipped to [0, 2].
+The released code draws at least one token per micro-batch, without a seed. This implementation
+draws the tokens from the whole batch. The draw depends only on the seed, the step and the canonical
+indices of the tokens, so the draw is the same in every layout. As in the released code, clip_low
+and clip_high are 1, so the ratio is clipped to [0, 2].
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ METRICS = (
 class ClipCov(Grpo):
     """Settings of Clip-Cov, with the defaults of the released recipe.
 
-    `share`: Clip-Cov sets the loss to 0 for at most this share of all tokens. If the share is less
-        than one token, Clip-Cov draws one token.
+    `share`: Clip-Cov sets the loss to 0 for at most this share of the tokens in the loss mask. If
+        this share amounts to less than one token, Clip-Cov may still draw one token.
     `cov_low`, `cov_high`: a token can be drawn only if its covariance lies between these bounds.
     `seed`: the seed of the random draw.
     """
@@ -82,15 +82,15 @@ class ClipCov(Grpo):
         return uniform(self.seed, batch.step, batch.index)
 
     def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the mask of the tokens whose covariance lies between `cov_low` and `cov_high`,
-        [N] bool."""
+        """Returns a mask, [N] bool, which is True for the tokens whose covariance lies between
+        `cov_low` and `cov_high`."""
         cov = covariance(batch, known)
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the mask of the candidates that keep a gradient when the ratio is clipped, [N]
-        bool. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`), because tokens are
-        selected by the log-probs in `batch.selected_by`."""
+        """Returns a mask, [N] bool, which is True for the candidates that keep a gradient when the
+        ratio is clipped. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`), because
+        tokens are selected by the log-probs in `batch.selected_by`."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

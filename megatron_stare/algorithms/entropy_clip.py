@@ -6,7 +6,7 @@ tokens would change the entropy far more than most tokens do.
     Clip_V: A < 0 and -Phi > mu std Phi lose their loss, at most max(1, int(max_share N)) tokens
 
 Means and standard deviations are taken over the N tokens of the whole batch, with N as divisor. As
-in the authors' code, the removed tokens also leave the denominator of the loss. Clip_V compares
+in the authors' code, the denominator of the loss does not count the removed tokens. Clip_V compares
 -Phi with the threshold without subtracting the mean of Phi, as in the authors' code. Phi always
 comes from the log-prob pass, for every value of `statistics.surprisal`. If the standard deviation
 is below 1e-12, no token is removed.
@@ -42,7 +42,7 @@ _FLAT = 1e-12
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:
     """Requests the mean of x over the tokens in `mask`. If `known` contains the mean, also requests
-    the variance of x over these tokens."""
+    the variance of x over the tokens in `mask`."""
     asked: dict[str, Request] = {"clip/mean": Mean(x, mask)}
     if "clip/mean" in known:
         asked["clip/variance"] = Mean((x - scalar(known, "clip/mean")) ** 2, mask)

@@ -223,8 +223,8 @@ class PolicyGradient(Method):
         """Returns the mask of the tokens that have a loss, [N] bool. A token has a policy loss if
         the filters kept the token and the token's correction weight is above 0.
 
-        With a KL term or an entropy bonus, every counted token has a loss, because these terms also
-        act on tokens without policy loss.
+        With a KL term or an entropy bonus, every token that the denominator of the loss counts has
+        a loss, because these terms also act on tokens without policy loss.
         """
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted
@@ -244,8 +244,8 @@ class PolicyGradient(Method):
 
     @abstractmethod
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        """Returns one loss per token, [N], before the add-ons. Only the losses of the tokens that
-        the filters kept are used."""
+        """Returns one policy loss per token, [N], without the importance correction, the KL term
+        and the entropy bonus. Only the losses of the tokens that the filters kept are used."""
 
     def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         kept = self.narrowed(batch, statistics).kept

@@ -69,11 +69,12 @@ def rendered(
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token does not count in the loss. In
-    some chat templates, such as GLM-4.5's, an assistant's turn contains no special token. The turn
-    then ends with the special token that opens the next role's message. If such a turn ends the
-    conversation, the function appends the special token that would open a user's message. In a
-    rollout, no token spans the border between two turns, because each turn is sampled or encoded
-    separately. For the same reason, the function encodes each turn separately.
+    some chat templates, such as GLM-4.5's, an assistant's turn contains no special token. An
+    assistant's turn without a special token of its own is ended by the special token that opens the
+    next role's message. If the last turn of a conversation contains no special token, the function
+    appends the special token that would open a user's message. In a rollout, no token spans the
+    border between two turns, because each turn is sampled or encoded separately. The function also
+    encodes each turn separately, so that no token spans the border between two turns.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).
@@ -143,8 +144,8 @@ def rendered(
 
 
 def _next_role(text: Callable[..., str], tokenizer: Any, special: Collection[int]) -> int | None:
-    """Returns the special token with which the template opens a message of the user after the
-    assistant's turn, or None if the message opens with another token."""
+    """Returns the id of the first token that the template writes after an assistant's turn if a
+    user's message follows. Returns None if this token is not a special token."""
     said, mark = {"role": "user", "content": "question"}, "answer"
     try:
         later = text([said, {"role": ASSISTANT, "content": mark}, said], asks=False)

@@ -175,8 +175,8 @@ class Evaluator:
         self, verifier: Extension, stored: Sequence[Response], answers: int
     ) -> AsyncIterator[Verdicts]:
         """Yields an object that verifies each answer as soon as the answer arrives. `answers` is
-        the number of answers that will arrive. The limit of failures applies to these answers and
-        the answers in `stored` together.
+        the number of answers that will arrive. The limit `reward.max_failure_rate` applies to the
+        arriving answers and the answers in `stored` together.
 
         Raises:
             RewardFailureError: more verifier calls timed out or crashed than the configuration

@@ -5,10 +5,10 @@ The module observability/metrics/rules.py defines the rules, and the section `fa
 the thresholds of the rules. The guards compare a step's metrics with the metrics of earlier steps.
 A resumed run restores the metrics of earlier steps.
 
-The batch of a bad step is written to a folder such as `guards/step_000012`. In this folder,
-batch.safetensors has the format of a batch written by --dump-step, and contains the log-probs of
-both trainer and engine. The file event.json contains the reason, the prompts, and the place where a
-non-finite value appeared first (see `origin`).
+The batch of a bad step is written to a folder such as `guards/step_000012`. In the folder of a bad
+step, batch.safetensors has the format of a batch written by --dump-step, and contains the log-probs
+of both trainer and engine. The file event.json contains the reason, the prompts, and the place
+where a non-finite value appeared first (see `origin`).
 """
 
 from __future__ import annotations

@@ -293,8 +293,8 @@ class Episode:
     event loop of the rollouts.
 
     `failed`: error that ended the response, such as an error of an engine. The library does not
-        receive this error, because the library would treat an engine's error as an error of the
-        library itself.
+        receive the error in `failed`, because the library would treat an engine's error as an error
+        of the library itself.
     """
 
     def __init__(

@@ -183,9 +183,9 @@ class Trainer:
         depends on the memory that model and optimizer leave free. Otherwise, `model.head` names the
         mode.
 
-        The mode is chosen only once, because the log-prob pass and the training pass must use the
-        same mode. All ranks choose the same mode, because the choice depends on the free memory of
-        the rank that has the least free memory.
+        The mode of the output head is chosen only once, because the log-prob pass and the training
+        pass must use the same mode. All ranks choose the same mode, because the choice depends on
+        the free memory of the rank that has the least free memory.
         """
         asked = self.config.model.head
         if asked != "auto":
@@ -224,8 +224,9 @@ class Trainer:
         offloaded part brings the part back to the device.
 
         All ranks must call `offload`. Offloading is safe between any two calls, even while a
-        checkpoint is being written. The checkpoint's writer reads its own copy of the data, or the
-        memory that the writer inherited at its fork.
+        checkpoint is being written. Offloading does not change the data that the checkpoint's
+        writer processes read: a separate copy, or memory that the processes inherited when they
+        were forked.
         """
         self.memory.offload(parts)
         # Megatron keeps a table for each of 32 lengths on the device, 16 MB for 32k tokens
@@ -243,8 +244,8 @@ class Trainer:
         return RankBatch(share, plan, self.data_rank(), device(), self._sequences)
 
     def compute_log_probs(self, share: RankShare, plan: MicroBatchPlan) -> None:
-        """Computes log-prob and entropy of every response token under the current policy, without
-        backward.
+        """Computes log-prob and entropy of every response token under the current policy, without a
+        backward pass.
 
         Raises:
             DataError: routing replay is on, but the batch does not contain the experts.
@@ -401,9 +402,9 @@ class Trainer:
 
     def token_numbers(self) -> list[TokenNumbers]:
         """Returns the per-token values (TokenNumbers) of the watched samples in the last rollout
-        batch. The per-token values come from the first epoch of updates on this batch. Only one
-        rank of each tensor-parallel group of the last stage returns TokenNumbers. All other ranks
-        return an empty list."""
+        batch. The per-token values come from the first epoch of updates on this batch. One rank of
+        each tensor-parallel group of the last stage returns TokenNumbers, and every other rank
+        returns an empty list."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -445,7 +446,8 @@ class Trainer:
 
     def end_weight_stream(self) -> dict[str, str]:
         """Ends the weight stream. On the first rank, returns a dict that maps the name of each
-        streamed tensor to the tensor's checksum. On all other ranks, returns an empty dict."""
+        streamed tensor to the tensor's checksum. On every rank except the first, returns an empty
+        dict."""
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
@@ -532,9 +534,9 @@ class Trainer:
 
     @property
     def _moving_reference(self) -> list[nn.Module]:
-        """The reference policy's model chunks, if the configuration refreshes the reference policy.
-        If not, an empty list. If the reference policy is refreshed, every checkpoint must contain
-        the reference policy."""
+        """The reference policy's model chunks if the configuration refreshes the reference policy,
+        else an empty list. If the reference policy is refreshed, every checkpoint must contain the
+        reference policy."""
         reference = self.policy.reference
         moves = self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []

@@ -88,7 +88,8 @@ class Coefficients:
     """Coefficients of the model that predicts the time of a step. Each coefficient whose name ends
     in `_mfu` or `_efficiency` is the share of a GPU's peak rate that a run reaches. Each
     coefficient whose name ends in `_bytes_s` is a rate in bytes/s. The coefficients
-    `log_prob_moves`, `update_moves`, `decode_layer_s` and `fixed_s` are times.
+    `decode_layer_s` and `fixed_s` are times in seconds. The coefficients `log_prob_moves` and
+    `update_moves` are times in a unit of their own.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
     `log_prob_moves`, `update_moves`: time of the operations other than matrix products, per token

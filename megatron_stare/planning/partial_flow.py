@@ -29,7 +29,8 @@ class PartialFlow:
     `continued`: number of incomplete responses that a step takes over from the previous step.
     `carried`: total number of tokens in the incomplete responses that a step takes over from the
         previous step.
-    `held`: total number of tokens in the growing responses at the end of a round.
+    `held`: total number of tokens, at the end of a round, in the responses that got new tokens in
+        this round.
     """
 
     rounds: float

@@ -1,9 +1,10 @@
 """Finds the files that ship with the project in addition to its package: `configs/`, `assets/` and
 `tools/`.
 
-In a checkout these folders are beside the package. In a wheel these folders are in `share/`,
-because setup.py copies the folders into `share/`. In a shipped config, paths are relative to the
-folder that contains `configs/`. Shipped configs therefore work from any working directory.
+In a checkout, the folders of shipped files are beside the package. In a wheel, the folders of
+shipped files are in `share/`, because setup.py copies the folders into `share/`. In a shipped
+config, paths are relative to the folder that contains `configs/`. Shipped configs therefore work
+from any working directory.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
     """Returns the path of a config file. First looks for the file `path` in the folder `beside`. If
-    the folder `beside` does not contain the file, looks for the shipped config `path`. If there is
-    no shipped config `path` either, returns the path that the file would have in the folder
-    `beside`. The path of a shipped config may omit the leading `configs/`."""
+    the folder `beside` does not contain the file, looks for the shipped config `path`. If neither
+    the folder `beside` nor the shipped configs contain the file, returns the path that the file
+    would have in the folder `beside`. The path of a shipped config may omit the leading
+    `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()

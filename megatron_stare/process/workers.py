@@ -30,8 +30,8 @@ class Workers(ABC):
 
     @abstractmethod
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        """Starts a call on one worker. If the workers are processes, `start_on` does not wait until
-        the worker has finished this call."""
+        """Starts a call on one worker. If the workers are processes, `start_on` returns without
+        waiting for the call's result."""
 
     @abstractmethod
     def wait(

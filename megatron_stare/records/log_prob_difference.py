@@ -43,9 +43,9 @@ class LogProbDifference:
         token, the token's difference is NaN.
     `lowest`: the smallest signed difference; NaN if any difference is NaN.
     `quantiles`: quantiles of the absolute differences, by name.
-    `from_position`: one summary of log-prob differences for each range of positions in the
-        response. The keys of the dict are the first positions of the ranges. Ranges without tokens
-        are left out.
+    `from_position`: dict with one summary of log-prob differences for each range of positions in
+        the response. The key of each summary is the first position of the summary's range. Ranges
+        without tokens are left out.
     `of_version`: one summary of log-prob differences for each weight version that sampled tokens.
         The keys of the dict are the weight versions.
     `longest`: summary of the log-prob differences in the longest response. If several responses are

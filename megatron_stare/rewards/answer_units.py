@@ -184,7 +184,8 @@ def quantity(text: str) -> Quantity | None:
 
 def _of_several(text: str) -> Quantity | None:
     """Converts a value in several units of the same kind to the last of these units: 7 hours 30
-    minutes becomes 450 minutes. Returns None for any other text."""
+    minutes becomes 450 minutes. Returns None if the text is not a value in several units of the
+    same kind."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:

@@ -100,8 +100,8 @@ def normal_answer(response: str) -> str:
 
 def normalised(text: str) -> str:
     """Removes everything up to and including the last '=' of an answer. Also removes units,
-    articles, font commands and spaces. Writes fractions, roots and large integers in one
-    notation."""
+    articles, font commands and spaces from the answer. Writes fractions, roots and large integers
+    in a uniform notation."""
     text = text.rpartition("=")[2]
     for old, new in _REPLACED:
         text = text.replace(old, new)

@@ -24,8 +24,9 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer follows </think>, is not empty, and ends with its closing
-    brace or tag. Otherwise returns 0.0. A response without <think> and </think> can also get 1.0.
+    """Returns 1.0 if the final answer follows </think>, is not empty, and has the closing brace of
+    its box or the closing tag </answer>. Otherwise returns 0.0. A response without <think> and
+    </think> can also get 1.0.
 
     A response is allowed to contain </think> without <think>, because some chat templates put
     <think> into the prompt.

@@ -6,10 +6,11 @@
         --custom-config-path stare.yaml ...
 
 The section `stare` of the file stare.yaml contains the selector's settings. slime calls `weigh`
-after slime has whitened the advantages, so the whitening does not rescale the weights. With
-`--get-mismatch-metrics`, slime computes log-probs before the update. The function `uncorrected`
-leaves slime's loss unchanged. This module imports slime, which this project does not install. Only
-users of slime import this module.
+after slime has whitened the advantages, so the whitening does not rescale the weights. `weigh`
+needs log-probs that slime computes before the update. The flag `--get-mismatch-metrics` forces
+slime's log-prob pass, which slime skips for a rollout with only one update. The function
+`uncorrected` leaves slime's loss unchanged. This module imports slime, which this project does not
+install. Only users of slime import this module.
 """
 
 from __future__ import annotations
@@ -196,10 +197,11 @@ def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Ten
 
 def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns three index tensors [N] with one element for each token of this rank. A row is one
-    response. The first tensor contains, for each token, the index of the first token of the same
-    row. The second tensor contains the token's position in its row. The third tensor contains the
-    index of the rollout to which the row belongs. Tokens and rollouts are numbered over the whole
-    batch, so the indices do not depend on the parallel layout."""
+    response. The first tensor contains, for each token, the index of the first token of the token's
+    row. The second tensor contains, for each token, the token's position in the token's row. The
+    third tensor contains, for each token, the index of the rollout to which the token's row
+    belongs. Tokens and rollouts are numbered over the whole batch, so the indices do not depend on
+    the parallel layout."""
     device = rollout_data["loss_masks"][0].device
     positions = torch.as_tensor(rollout_data["partition"], device=device)
     lengths = torch.as_tensor(rollout_data["response_lengths"], device=device).long()
@@ -227,8 +229,8 @@ def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor,
 
 
 def changed(rollout_data: Mapping[str, Any]) -> str | None:
-    """Checks slime's results. Returns a message about the first of slime's results that the adapter
-    cannot use. Returns None if the adapter can use all results."""
+    """Checks slime's results. Returns a message about the first result that the adapter cannot use.
+    Returns None if the adapter can use all results."""
     for row, mask in enumerate(rollout_data["loss_masks"]):
         kept = local(mask, rollout_data, row).bool()
         for name in ("log_probs", "entropy", "advantages"):

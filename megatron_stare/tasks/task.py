@@ -47,12 +47,12 @@ class Task:
     """Data, prompt template, verifier, environment and sampling settings under one name.
 
     `config`: the run's configuration, in which the task's own settings (OWN) replace the run's
-        settings. Sources and environments, including user-defined ones, are built from `config`, so
-        none of them needs code of its own to work in a task.
+        settings. Sources and environments, including user-defined ones, are built from `config`.
+        Sources and environments therefore need no special code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
     `own`: dict with the names of the settings that the task overrides. Each key is the name of a
-        setting of the run, such as data.eval_path. The value is the name of the same setting in a
-        section of `eval.tasks`, such as path.
+        setting of the run, such as data.eval_path. Each value is the name of the run's setting in a
+        section of `eval.tasks`, such as path for data.eval_path.
     """
 
     config: Config
@@ -117,8 +117,8 @@ class Task:
     def about(self) -> dict[str, Any]:
         """Returns entries about the task for the record of an evaluation.
 
-        For the run's own task with one response per problem, returns an empty dict. The record
-        needs no entries about this task, because config.yaml contains the task's settings.
+        For the run's own task with one response per problem, returns an empty dict, because
+        config.yaml already contains the task's settings.
         """
         if self.name is None and self.samples == 1:
             return {}
@@ -186,8 +186,8 @@ def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
 
 
 def _task(config: Config, section: EvalTask) -> Task:
-    """Returns the task of one section of `eval.tasks`. Settings of the section replace settings of
-    the run."""
+    """Returns the task of one section of `eval.tasks`. The settings in `section` replace the run's
+    settings."""
     given = {key: value for key in OWN if (value := getattr(section, key)) is not None}
     changed: dict[str, dict[str, Any]] = {}
     for key, value in given.items():

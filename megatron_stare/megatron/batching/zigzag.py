@@ -49,9 +49,9 @@ class Zigzag:
         return torch.cat([first, first + (self.multiple - 1 - 2 * self.rank) * chunk])
 
     def columns(self, lengths: Sequence[int]) -> Tensor:
-        """Returns an int64 tensor [t / C]: the indices of the columns that this rank holds of a
-        packed row. A packed row of t columns consists of several sequences, laid end to end.
-        `lengths` contains the lengths of the sequences."""
+        """Returns the indices of this rank's columns in a packed row, as an int64 tensor [t / C]. A
+        packed row of t columns consists of several sequences, laid end to end. `lengths` contains
+        the lengths of the sequences."""
         starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         return torch.cat(
             [start + self.positions(length) for start, length in zip(starts, lengths, strict=False)]

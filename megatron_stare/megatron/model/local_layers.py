@@ -9,14 +9,15 @@ short sequences.
   own norm takes a dozen operations, and each operation reads and writes the whole input.
 
 - SwiGLU: Our SwiGLU copies neither half of the feed-forward hidden states. The SwiGLU operations of
-  megatron-core copy both halves of these states in the forward pass and in the backward pass. The
-  fused SwiGLU of megatron-core needs a compiler, but our SwiGLU does not. Layers of Transformer
-  Engine do not use our SwiGLU.
+  megatron-core copy both halves of the feed-forward hidden states in the forward pass and in the
+  backward pass. The fused SwiGLU of megatron-core needs a compiler, but our SwiGLU does not. Layers
+  of Transformer Engine do not use our SwiGLU.
 
-- The attention over short sequences is for CPUs, and keeps all scores in memory. The CPU kernel of
-  torch runs small matrix products for every head of every sequence, forward and backward. For short
-  sequences, the overhead of starting a small matrix product exceeds the time to compute the
-  product. Our attention over short sequences runs one batched product for all heads and sequences.
+- The attention over short sequences is for CPUs, and keeps all scores in memory. On CPUs, torch's
+  own attention kernel runs small matrix products for every head of every sequence, in the forward
+  pass and in the backward pass. For short sequences, the overhead of starting a small matrix
+  product exceeds the time to compute the product. Our attention over short sequences runs one
+  batched product for all heads and sequences.
 
 Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
 groups of heads that share keys and values, r heads per group, d head size; *: any leading

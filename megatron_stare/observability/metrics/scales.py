@@ -74,9 +74,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(points: Points, limit: int = 700) -> Points:
-    """Reduces a series to about `limit` points with the same outline. Of each bucket of consecutive
-    points, at most three are kept: the lowest point, the highest point and the first point without
-    a finite value."""
+    """Reduces a series to about `limit` points with the same outline. Divides the series into
+    buckets of consecutive points, and keeps at most three points of each bucket: the lowest point,
+    the highest point and the first point without a finite value."""
     if len(points) <= limit:
         return points
     size = math.ceil(2 * len(points) / limit)
@@ -94,7 +94,7 @@ def thin(points: Points, limit: int = 700) -> Points:
 
 def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
     """Returns the intervals of steps in which a 0/1 series is 1, as (from, to). Each interval
-    extends half a step beyond its first and its last step."""
+    begins half a step before its first step and ends half a step after its last step."""
     found: list[tuple[float, float]] = []
     for step, value in zip(steps, values, strict=True):
         if not value >= 0.5:

@@ -99,9 +99,9 @@ class Delivered:
     `redone`: ranges [first step, last step] of steps that the run repeated after a resume. The
         service keeps the metrics that the run sent for these steps before the resume. The run does
         not send the metrics of a repeated step.
-    `alerts`: one entry [name, over, last step] for each of the webhook's newest 1,000 posts, oldest
-        first. `over` is False if the post said that the alert began, and True if the post said that
-        the alert ended.
+    `alerts`: one entry [name of the alert, over, last step of the alert] for each of the webhook's
+        newest 1,000 posts, oldest post first. `over` is False if the post said that the alert
+        began, and True if the post said that the alert ended.
     """
 
     file: Path

@@ -42,9 +42,9 @@ def read_model_config(model_path: str) -> Any:
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids of the tokens that end a response, in ascending order. The result is the
-    union of the end-of-sequence ids in the generation config, the tokenizer and the model config. A
-    union is needed because the generation config, the tokenizer and the model config disagree in
-    some published models.
+    union of the end-of-sequence ids in the generation config, the tokenizer and the model config.
+    The function returns the union because, in some published models, the generation config, the
+    tokenizer and the model config name different end-of-sequence ids.
 
     Raises:
         DataError: none of the three sources names an end-of-sequence id.
@@ -110,8 +110,8 @@ class _OneDay(datetime):
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a Hugging Face folder. Downloads nothing. From then on, the chat
-    templates of this process write 26 July 2024 as today's date.
+    """Returns the tokenizer of a Hugging Face folder. Downloads nothing. After the first call of
+    `load_tokenizer`, all chat templates of this process write 26 July 2024 as today's date.
 
     Raises:
         DataError: the folder's tokenizer cannot be loaded, has no vocabulary, or encodes text
@@ -128,8 +128,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _check_encoding(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raises DataError if the tokenizer has no vocabulary, or encodes text differently from the
-    folder's tokenizer.json. The library transformers loads tokenizers with these faults without an
-    error."""
+    folder's tokenizer.json. The library transformers loads a tokenizer that has no vocabulary or
+    that encodes text differently, and raises no error."""
     ids = tokenizer.encode(_PROBE, add_special_tokens=False)
     if not ids and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError(
@@ -160,7 +160,8 @@ def _check_encoding(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
     """Raises DataError if the tokenizer has token ids for which the model has no embedding row.
-    The run would crash when the model looks up an embedding row that does not exist."""
+    Without this check, the run would crash when the model looks up an embedding row that does not
+    exist."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= shape.vocab_size:
         raise DataError(
@@ -192,8 +193,9 @@ def sampled_text(
     """Decodes the tokens that the policy sampled. Leaves out the environment's tokens, special
     tokens and stop tokens. Inserts a newline character wherever environment tokens or the start of
     a branch interrupt the policy's text. The newline character separates the text before the
-    interruption from the text after the interruption. Without the newline character, the two texts
-    together could look like one answer that the policy never wrote."""
+    interruption from the text after the interruption. Without the newline character, the text
+    before and the text after the interruption could together look like an answer that the policy
+    never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:

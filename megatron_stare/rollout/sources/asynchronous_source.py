@@ -150,8 +150,8 @@ class AsynchronousSource(RolloutSource):
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Context manager. Inside the `with` block, only the caller uses the engines. Before the
-        `with` block begins, waits until the batch of every step that has begun is complete. No new
-        step begins until the `with` block ends."""
+        `with` block begins, waits until all responses of the steps that have begun are verified. No
+        new step begins until the `with` block ends."""
         try:
             # if a step that had begun fails, this raises its error and the hold ends
             self._wait(self._hold)
@@ -205,8 +205,9 @@ class AsynchronousSource(RolloutSource):
         """Starts to sample the batches of all steps, in step order.
 
         Before each step, waits until the oldest weights that the step may use are published. After
-        a step begins, waits until the step no longer needs the prompt stream. From then on, the
-        step neither takes prompts from the stream nor returns prompts to the stream.
+        a step begins, waits until the step no longer needs the prompt stream. A step no longer
+        needs the prompt stream when the step will neither take prompts from the stream nor return
+        prompts to the stream again.
         """
         try:
             for step in range(first, self._last + 1):

@@ -95,8 +95,8 @@ class Groups(ABC):
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
-        """Restores a snapshot that a function from `kept` has serialized. Raises DataError if the
-        snapshot cannot be restored."""
+        """Restores a snapshot from `kept`, the bytes of the serialized snapshot. Raises DataError
+        if the snapshot cannot be restored."""
         if kept:
             raise DataError(
                 "the checkpoint holds responses under way, but this run does not cut responses"
@@ -179,10 +179,10 @@ class InformativeGroups(Groups):
         settled: Callable[[], None],
     ) -> Collected:
         """See Groups. At the end of a round, this method returns the round's unused prompts to the
-        stream. The unused prompts are all prompts that follow the prompt of the last used group.
-        The callback `settled` would tell the caller that this method no longer uses the stream.
-        This method may use the prompt stream at any time before it returns, and therefore never
-        calls the callback `settled`."""
+        stream. The unused prompts are all prompts that follow the prompt of the last used group. A
+        `collect` method can call `settled` to tell its caller that the method no longer uses the
+        prompt stream. This `collect` method may use the prompt stream at any time before it
+        returns, and therefore never calls `settled`."""
         taken: list[Group] = []
         dropped: list[Group] = []
         sampled, rounds, surplus = 0, 0, 0
@@ -242,8 +242,9 @@ class _Settled:
         return self._wanted == 0
 
     def groups(self) -> list[Group]:
-        """Returns the groups that are used: all groups up to the last needed group. Returns all
-        groups of the round if the round has too few informative groups."""
+        """Returns the groups of the round that the step uses: in prompt order, all groups up to and
+        including the last group that the step needs. Returns all groups of the round if the round
+        has too few informative groups."""
         return [self._whole[cursor] for cursor in self._cursors[: self._used]]
 
 

@@ -1,5 +1,5 @@
-"""Divides the rows of a model's tensors into blocks. Offline conversion and offline comparison
-handle one block at a time.
+"""Divides the rows of a model's tensors into blocks. Offline conversion handles one block at a
+time, and so does the comparison of the converted weights with the original weights.
 
 A block contains some rows of one Megatron tensor of the whole model, and the corresponding rows of
 the Hugging Face tensors. By default, a block has at most 16 MiB, unless a single row or query group
@@ -179,10 +179,10 @@ def written_places(megatron: str, shape: ModelShape) -> list[Place]:
     """Returns the places of a parameter in a converted checkpoint. If the layers of the model
     differ, each layer is stored under a name of its own, as in Megatron.
 
-    A norm before experts has two names: one in Megatron's local layers, and the other in
-    Transformer Engine's layers. In models with latent attention, every norm of a layer has two
-    names. A norm with two names is written under both names, so that both kinds of layers load the
-    norm.
+    A norm directly before a layer's experts has two names: one in Megatron's local layers, and the
+    other in Transformer Engine's layers. In models with latent attention, every norm of a layer has
+    two names. A norm with two names is written under both names, so that Megatron's local layers
+    and Transformer Engine's layers can both load the norm.
     """
     found = places(megatron)
     if shape.dense_layers:

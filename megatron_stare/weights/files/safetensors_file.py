@@ -61,7 +61,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Entry:
-    """Place and type of a tensor in a file."""
+    """Position, dtype and shape of a tensor in a safetensors file."""
 
     file: Path
     dtype: str  # as safetensors spells it

@@ -168,8 +168,8 @@ class SGLangReplica(Replica):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """See Replica. Leaves out the user's flags (`sglang.flags`), because only SGLang's own
-        parser can check the flags."""
+        """See Replica. The returned configuration contains none of the user's flags
+        (`sglang.flags`), because only SGLang's own parser can check these flags."""
         try:
             if config.sglang.urls or Path(sglang_python(config)).exists():
                 return None
@@ -309,7 +309,8 @@ def server_options(
 
 
 def servers_target(config: Config) -> ServersTarget:
-    """Returns the target of the run's weight syncs. The target's list of servers is still empty."""
+    """Returns the target of the run's weight syncs. The returned target does not list any servers
+    yet."""
     return ServersTarget(
         config.sglang.sync,
         config.runtime.timeout_s,

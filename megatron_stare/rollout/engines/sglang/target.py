@@ -1,6 +1,7 @@
-"""Describes how the trainer's ranks reach a run's SGLang servers. An engine makes the description,
-and the ranks use the description to send weights. The weights go directly from a rank to the
-servers. Only the description and the checksums pass through the driver."""
+"""Describes how the trainer's ranks reach a run's SGLang servers. An engine makes the description
+of the servers, and the trainer's ranks use the description to send weights to the servers. The
+weights go directly from a rank to the servers. Only the description of the servers and the
+checksums of the weights pass through the driver."""
 
 from __future__ import annotations
 
