@@ -1,10 +1,10 @@
 """GTPO (arXiv 2508.04349) gives each token a reward that grows with the token's share of the
 entropy. The GTPO of arXiv 2508.03772 is another method.
 
-Let d_t be the number of correct responses to the prompt that have a token at position t. Let h_t be
-the number of wrong responses to the prompt that have a token at position t. Let H be the entropy of
-the old policy at a token. A token of a correct response is called a correct token, and a token of a
-wrong response is called a wrong token. The reward r and the advantage A of a token are:
+Consider a token at position t of a response. Among all responses to the same prompt, d_t correct
+responses and h_t wrong responses have a token at position t. Let H be the entropy of the old policy
+at a token. A token of a correct response is called a correct token, and a token of a wrong response
+is called a wrong token. The reward r and the advantage A of a token are:
 
     correct   r = alpha1 + alpha2 d_t H / sum H
     wrong     r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
@@ -59,12 +59,14 @@ class Gtpo(Clipped):
     `scope`: the tokens that are compared with each other. 'group' compares the tokens of one
         prompt, as in the paper's formulas. 'batch' compares all tokens of the batch, as in the
         paper's discussion.
-    `entropy_clamp`: bounds (low, high) in nats. The rewards use entropies that are clamped to the
-        bounds of `entropy_clamp`. If `entropy_clamp` is null, entropies are not clamped.
-    `correct_from`: the lowest reward that counts as correct.
+    `entropy_clamp`: bounds (low, high) of the entropy, in nats. The rewards use entropies that are
+        clamped to the bounds of `entropy_clamp`. If `entropy_clamp` is null, entropies are not
+        clamped.
+    `correct_from`: the lowest reward with which a response counts as correct.
     `eps`: a number that is added to every entropy and to the standard deviation, so that no divisor
-        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy. In
-        the paper's form with eps in the sum, the share of a single response is not exactly 1.
+        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy.
+        With eps in the sum, a token whose entropy is alone in the sum would not get exactly the
+        share 1.
     """
 
     clip_high: float = 0.28
@@ -129,8 +131,8 @@ class Gtpo(Clipped):
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """Returns each token's advantage (r - mean) / (std + eps), [N] float64. Here r is the
-        token's reward. The standard deviation uses n, not n - 1. An advantage is 0 if the standard
-        deviation results from rounding errors alone."""
+        token's reward. The standard deviation divides by the number n of tokens, not by n - 1. An
+        advantage is 0 if the standard deviation results from rounding errors alone."""
         side, _ = self._sides(batch)
         number = tensor(statistics, "gtpo/number").clamp_min(1)
         variance = tensor(statistics, "gtpo/squares") / number

@@ -10,8 +10,8 @@ computed. If `statistics.gate` is `lagged`, every step changes zeta after the lo
 the entropy is below the target, the step doubles a positive zeta or halves a negative zeta. If the
 entropy is above the target, the step halves a positive zeta or doubles a negative zeta. If halving
 would make |zeta| smaller than `zeta_min`, |zeta| becomes `zeta_min` and the sign of zeta changes.
-This file implements the rule of the controller from a description of the public code. The
-description does not state in which order the cases of the rule apply, so this order is inferred.
+The implementation of the rule for zeta follows a description of the public code. The description
+does not state in which order the cases of the rule apply, so this order is inferred.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RepoR(Steered):
     `zeta_min`, `zeta_max`: the bounds of |zeta| if there is an entropy target.
     `entropy_target`: the target of the mean entropy, nats. If `entropy_target` is null, zeta is
         fixed.
-    `centred`: if true, L is the centred log-prob ln p + H. If false, L is the log-prob ln p.
+    `centred`: if true, L is the centred log-prob ln p + H. If `centred` is false, L is the log-prob
+        ln p.
     """
 
     weight_metric: ClassVar[str] = "repo_r/weight"

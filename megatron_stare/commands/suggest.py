@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_suggest(args: argparse.Namespace) -> None:
-    """Prints the suggestion. Raises UserError if the run has no forecast."""
+    """Prints the suggestion. Raises UserError if the run has too few steps or no entropy
+    forecast."""
     if args.steps < 2 * ENDS:
         raise UserError(
             f"{args.steps} steps are too few: give at least {2 * ENDS}", where="--steps"
@@ -50,7 +51,7 @@ def run_suggest(args: argparse.Namespace) -> None:
 
 
 def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
-    """Computes the facts about a run's steps that the suggestion needs.
+    """Computes, from the metrics of a run's steps, the mean values that the suggestion needs.
 
     In a run of STARE, L+ and L- are the sets of tokens that STARE selected. In a run of any method
     other than STARE, L+ contains the rare tokens with positive advantage, and L- contains the rare

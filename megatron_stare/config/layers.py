@@ -3,9 +3,10 @@ the lowest layers. The configuration file itself is a layer above the files in i
 overrides that a user gives on the command line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-The settings of a method are an exception. If a layer selects another method than the lower layers,
-the settings that the lower layers contain for their method are discarded. The settings of an
-extension, such as a verifier, are discarded in the same way if a layer selects another extension.
+The settings of two different methods are never merged. If a layer selects another method than the
+lower layers, the settings that the lower layers contain for their method are discarded. The
+settings of an extension, such as a verifier, are discarded in the same way if a layer selects
+another extension.
 """
 
 from __future__ import annotations
@@ -146,8 +147,9 @@ def _collect_beneath(
     above: tuple[Path, ...],
     found: dict[Path, Layer],
 ) -> None:
-    """Removes the key `defaults` from `tree`, the sections of the file `path`. Adds each layer that
-    `defaults` lists to `found`, together with the layers beneath the listed layer."""
+    """Removes the key `defaults` from `tree`. The dict `tree` contains the sections of the file
+    `path`. Adds each layer that `defaults` lists to `found`, together with the layers beneath the
+    listed layer."""
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(

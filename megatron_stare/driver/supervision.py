@@ -279,8 +279,8 @@ def attach() -> bool:
     supervisor.
 
     Opens the pipe to the supervisor. Asks the kernel to send SIGTERM to this driver if the
-    supervisor dies. Call `attach` after the SIGTERM handler is installed, on a thread that lives as
-    long as the run.
+    supervisor dies. Call `attach` on a thread that lives as long as the run. Call `attach` only
+    after the SIGTERM handler is installed.
     """
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)

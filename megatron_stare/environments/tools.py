@@ -479,8 +479,9 @@ async def _awaited(asked: Callable[[], Awaitable[Any]]) -> Any:
 
 @contextlib.contextmanager
 def _staying() -> Iterator[None]:
-    """Context in which `exit()` becomes a RuntimeError. An event loop lets SystemExit end the
-    process, for example when a calculator evaluates `exit()` that the policy wrote."""
+    """Context manager that turns SystemExit into a RuntimeError. For example, the policy can write
+    `exit()` as the argument of a calculator, and the calculator evaluates the argument. In an event
+    loop, a SystemExit would end the process."""
     try:
         yield
     except SystemExit as error:

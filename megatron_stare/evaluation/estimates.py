@@ -131,25 +131,27 @@ def wilson_interval(
     Let p be the mean of the N results, z the (1 + level)/2 quantile of the standard normal
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
-    In the formula, m = 1 + p (1 - p) / v, and v is the variance of the mean from
-    `mean_of_problems`. Let μ be the true mean. The expected value of the estimate p (1 - p) is
-    smaller than the true value μ (1 - μ), by v. The summand 1 in the formula m = 1 + p (1 - p) / v
-    corrects the bias of p (1 - p). If every result is 0 or 1, and no two prompts contain the same
-    problem, the effective number m equals the number N of results, and the interval is exactly
-    Wilson's score interval.
+    The effective number of results is m = 1 + p (1 - p) / v. The function `mean_of_problems`
+    estimates v, the variance of the mean. Let μ be the true mean. On average, the estimate
+    p (1 - p) is smaller than the true value μ (1 - μ). The average difference is the variance of
+    the mean, which v estimates. The summand 1 in the formula m = 1 + p (1 - p) / v corrects the
+    bias of p (1 - p). If every result is 0 or 1, and no two prompts contain the same problem, the
+    effective number m equals the number N of results, and the interval is exactly Wilson's score
+    interval.
 
     A prompt's result can be the share of right responses among several responses to the prompt. The
     share of right responses to a prompt varies less than the result of a single response, which is
     0 or 1. If the results are shares of right responses, the effective number m of results is
-    larger than the effective number G of problems. The estimate of the difference m - G is
-    unreliable if there are few problems. If the mean is near 0 or 1, the estimate of the difference
-    m - G is also unreliable, because only the few results between 0 and 1 determine the estimate.
-    If m is larger than G, the function therefore multiplies the difference m - G by a factor, and
-    adds the product to G. The factor is the smaller of w and (z/t)². The weight w is min(1, G
-    min(p, 1 - p)/5), because a normal approximation needs five right and five wrong results. The
-    number t is the (1 + level)/2 quantile of Student's t distribution with G - 1 degrees of
-    freedom. If all results are equal, the function uses G as the effective number m. A simulation
-    in tests/evaluation/test_coverage.py measures how often the interval contains the true mean.
+    larger than the effective number G of problems. The estimate of the difference m - G between
+    these two effective numbers is unreliable if there are few problems. The estimate of m - G is
+    also unreliable if the mean is near 0 or 1, because only the few results between 0 and 1
+    determine the estimate. If m is larger than G, the function therefore reduces m. The function
+    multiplies the difference m - G by a factor, and adds the product to G. The factor is the
+    smaller of the weight w and the ratio (z/t)². The weight w is min(1, G min(p, 1 - p)/5), because
+    a normal approximation needs five right and five wrong results. The number t is the (1 +
+    level)/2 quantile of Student's t distribution with G - 1 degrees of freedom. If all results are
+    equal, the function uses G as the effective number m. A simulation in
+    tests/evaluation/test_coverage.py measures how often the interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.

@@ -1,5 +1,5 @@
-"""Assigns every trainer rank and engine replica to a node with free GPUs. Raises an error if the
-ranks and replicas do not fit. The module does not depend on Ray.
+"""Assigns every trainer rank and engine replica to a node with free GPUs. Raises PlacementError if
+the free GPUs do not suffice. The module does not depend on Ray.
 
 In Megatron's rank order, the tensor-parallel index varies fastest, then the context-parallel,
 data-parallel and pipeline-parallel index. The ranks of a tensor-parallel group are therefore
@@ -273,8 +273,8 @@ def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
     """Raises ConfigError if the ranks and replicas in `demand` would not fit on the nodes even if
-    all GPUs were free. If the ranks and replicas do not fit even then, waiting for free GPUs would
-    never help."""
+    all GPUs were free. If the ranks and replicas do not fit on completely free nodes, waiting for
+    free GPUs cannot help."""
     largest = max((node.total for node in nodes if node.alive), default=0)
     if demand.tensor > largest:
         raise ConfigError(

@@ -2,10 +2,11 @@
 module does not need torch.
 
 L+ and L- are the sets of tokens that STARE selects. W is the weight of the tokens in L+, and M is
-the weight of the tokens in L-. If both weights are 1, a unit step in the logits changes the entropy
-by P, to first order. The tokens of L+ contribute G+ to this change, and the tokens of L- contribute
-G-. With other weights, the change is P + (W - 1) G+ + (M - 1) G-. The suggested weights satisfy the
-following equation and are as near to 1 as possible:
+the weight of the tokens in L-. If both weights are 1, the entropy changes by P per unit step in the
+logits, to first order (algorithms/sensitivity.py). The tokens of L+ contribute G+ to the entropy
+change P, and the tokens of L- contribute G- to P. With other weights, the entropy change is
+P + (W - 1) G+ + (M - 1) G-. The suggested weights satisfy the following equation and are as near to
+1 as possible:
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P.
 
@@ -14,7 +15,7 @@ the equation, the module suggests the allowed W and M that bring the two sides o
 closest together. If the predicted entropy falls even with the suggested weights, and G+ is so near
 to 0 that the sign of G+ is uncertain, the module suggests AMPLIFY_MAX for W. If the true G+ is
 positive, a large W raises the entropy. The script benchmarks/laboratory/held_out.py compares the
-suggestions with a sweep.
+suggested settings with a sweep over weights and targets.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Facts:
     `entropy`: mean entropy over the run's first 5 steps, in nats.
     `entropy_now`: mean entropy over the newest 5 steps that `megatron-stare suggest` has read, in
         nats.
-    `plain`: P, in nats per unit step.
-    `plus`, `minus`: G+ and G-, in nats per unit step.
+    `plain`: the entropy change P with both weights at 1, in nats per unit step in the logits.
+    `plus`, `minus`: the contributions G+ and G- to the entropy change P, in nats per unit step in
+        the logits.
     """
 
     entropy: float

@@ -1,8 +1,8 @@
 """Finds and counts whole words in responses, without regard to case. Pure.
 
-`finder` finds, in a text, the words that the configuration lists. `reflection_counts` counts, for
-an evaluation, the words of each category. `tokens_by_category` finds the tokens that belong to
-words of each category.
+`finder` makes a function that finds given words in a text. The configuration can list these words.
+`reflection_counts` counts, for an evaluation, the words of each category. For each category,
+`tokens_by_category` finds the tokens that belong to a word of the category.
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
-    """Makes a function that finds the same words as `finder` and returns (begin, end, word) for
-    each occurrence. `begin` and `end` are character positions in the text."""
+    """Makes a function that finds every occurrence of the words in a text, by the rules of
+    `finder`. The new function returns (begin, end, word) for each occurrence. `begin` and `end` are
+    character positions in the text."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
     return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]

@@ -1,6 +1,6 @@
 r"""Normalises the notation of mathematical answers. Removes LaTeX that does not change the meaning
-of an answer. Detects notation that changes the meaning of an answer although math-verify ignores
-it. Imports the standard library only."""
+of an answer. Detects notation that math-verify ignores, but that changes the meaning of an answer.
+Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -203,8 +203,8 @@ def must_be_written_alike(wanted: str, given: str) -> bool:
 
 
 def alike(wanted: str, given: str) -> bool:
-    """Returns True if `plain` gives the same text for two answers. Braces around subscripts are
-    ignored."""
+    """Returns True if the function `plain` reduces two answers to the same text. Braces around
+    subscripts are ignored."""
     first, second = (re.sub(r"_\{(\w+)\}", r"_\1", plain(text)) for text in (wanted, given))
     return first == second
 

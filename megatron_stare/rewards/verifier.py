@@ -23,9 +23,9 @@ The verifier's module may also define a sequence `KNOWN_ANSWERS` and three funct
 The keyword-only parameters of a verifier are its settings, which the configuration sets, as in
 `{name: my_pkg.verify, tolerance: 0.1}`. Two parameters, `columns` and `responses`, are not
 settings, because the run itself sets them. If a verifier has a keyword-only parameter `columns`, it
-receives a dict with columns of the prompt's data row. The setting `data.columns` selects these
-columns. If the first parameter is called `responses`, the verifier is called with the list of all
-responses to a prompt and returns a list of rewards.
+receives a dict with columns of the prompt's data row. The setting `data.columns` selects the
+columns that the dict contains. If the first parameter is called `responses`, the verifier is called
+with the list of all responses to a prompt and returns a list of rewards.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def by_environment(response: str, answer: str) -> float:
 
 
 class WeightedSum:
-    """A verifier that adds up the weighted rewards of other verifiers, such as 'math + 0.1 *
-    format'.
+    """A verifier that adds up the weighted rewards of other verifiers. An example is
+    'math + 0.1 * format'.
 
     Args:
         terms: weights and verifiers. The sum takes `answer_start` from the first verifier that has
@@ -142,7 +142,8 @@ def rewards_of(
     columns: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Calls a verifier on the responses to one prompt. Passes `columns` only to a verifier that
-    accepts columns, and passes all responses at once only to a verifier of groups.
+    accepts columns. A verifier of groups gets all responses in one call, and any other verifier is
+    called once for each response.
 
     Returns:
         The reward of each response, as the verifier returned it.

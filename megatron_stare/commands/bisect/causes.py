@@ -1,11 +1,11 @@
 """Defines causes that can make a run's recorded metrics contradict the run's configuration, and
 changes that simulate these causes.
 
-A change can replace a method's gate, its random draws or its importance correction. The change is
-applied to the method object after preflight, so that the rest of the run stays the same. A changed
-method is pickled as the original method and the change. A rank that unpickles the method applies
-the change again. To simulate stale weights, LateEngine samples with the previous weights but
-reports the newest weights.
+A change can replace the gate, the random draws or the importance correction of an RL method. The
+change is applied to the method object after preflight, so that the rest of the run stays the same.
+A changed method is pickled as the original method and the change. A rank that unpickles the method
+applies the change again. To simulate stale weights, LateEngine samples with the previous weights
+but reports the newest weights.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 
 @dataclass(frozen=True)
 class Change:
-    """A change that simulates a cause in a re-run.
+    """Change to a re-run. The change simulates one of the causes in CAUSES.
 
     `name`: the name of the change, and of the folder of its re-run.
     `says`: a description of the change, for messages.
     `settings`: values that replace the run's settings in the re-run, by dotted key.
-    `method`: a function that changes the method after the configuration is checked, or None.
+    `method`: a function that takes the RL method of the run and returns a changed RL method, or
+        None. The function is called after the configuration is checked.
     `harmless`: true if the first step of a correct run stays the same under the change, except for
         rounding errors.
     """
@@ -58,7 +59,7 @@ class Change:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A cause that does not apply to this run, with the reason."""
+    """A cause that no change to this run can simulate, with the reason."""
 
     cause: str
     why: str

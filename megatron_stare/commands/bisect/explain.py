@@ -1,5 +1,5 @@
-"""Finds the change that explains a run's record. The functions are pure, and their inputs are the
-metrics of the steps.
+"""Finds a change to a run that explains the run's recorded metrics (the record). The functions are
+pure, and their inputs are the metrics of the steps.
 
 `explain` first checks whether the unchanged re-run reproduces the record. If the unchanged re-run
 reproduces the record, `explain` checks whether the record contradicts the configuration. If the
@@ -242,9 +242,9 @@ def _line(
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
     """Compares two series of steps, step by step, and returns the number of steps before the first
-    difference. Two steps are equal if both have all metrics in FINGERPRINT, and if every metric
-    that both steps have has the same value in both. The metrics in NOT_COMPARED, such as times, are
-    ignored."""
+    difference. Two steps are equal if both steps have all metrics in FINGERPRINT, and if all
+    metrics that the two steps share have equal values. The metrics in NOT_COMPARED, such as times,
+    are ignored."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number

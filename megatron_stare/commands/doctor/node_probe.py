@@ -1,5 +1,6 @@
-"""The doctor's worker on each node of a cluster. Collects the node's Facts, such as versions, GPUs
-and limits, and takes part in the measurement of the bandwidth between nodes."""
+"""Worker of the command `megatron-stare doctor`. Each node of a cluster runs one worker. Collects
+the node's Facts, such as versions, GPUs and limits, and takes part in the measurement of the
+bandwidth between nodes."""
 
 from __future__ import annotations
 

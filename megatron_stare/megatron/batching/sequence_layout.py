@@ -1,8 +1,7 @@
 """Lays out the sequences of a micro-batch over the ranks that compute the micro-batch together.
 
-Shape legend: a micro-batch has b rows and s positions. A packed micro-batch has one row with all
-tokens. The number n counts the response positions whose log-probs this rank computes. The hidden
-size is H.
+Shape legend: a micro-batch has b rows of s positions each. A packed micro-batch has one row with
+all tokens. This rank computes the log-probs at n response positions. The hidden size is H.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 @dataclass(frozen=True)
 class Grid:
-    """Records the sample and the token at each position of a micro-batch. `sample` [b, s] is -1 at
-    padding. `token` [b, s] is the index of a position's token in its sample, counted from 0.
+    """Records the sample and the token at each position of a micro-batch. `sample` [b, s] is the
+    index of a position's sample in the micro-batch, or -1 at padding. `token` [b, s] is the index
+    of a position's token in its sample, counted from 0.
 
     `shared`: the columns of a packed row that are fed to the model, if the row repeats prompts. If
         `shared` is None, all columns are fed to the model.
@@ -93,8 +93,8 @@ class SequenceLayout(ABC):
     @abstractmethod
     def rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns [n, H] hidden states of the response positions, on every rank that holds columns
-        of the output layer. Backward returns the gradients of the hidden states to the ranks that
-        own these states.
+        of the output layer. The backward pass returns the gradients of the hidden states to the
+        ranks that own these states.
 
         Args:
             hidden: [s, b, H] output of the last stage on this rank. Under sequence parallelism,
@@ -191,13 +191,13 @@ class WholeSequences(SequenceLayout):
 @dataclass(frozen=True)
 class SplitSequences(WholeSequences):
     """Layout for context parallelism. Each sequence is padded to a multiple of twice the number of
-    context-parallel ranks and cut into chunks. Each rank feeds two chunks of a sequence to its
-    model, and attention exchanges keys and values between the ranks.
+    context-parallel ranks and cut into chunks. Each rank feeds two chunks of every sequence to its
+    model. Attention exchanges keys and values between the ranks.
 
     `data_group`: group of the ranks that hold different sequences, or different chunks of the same
         sequences.
-    `place`: the Zigzag object that defines which chunks of a sequence this rank of `context_group`
-        holds.
+    `place`: the Zigzag object that defines which chunks of a sequence this rank holds.
+    `context_group`: group of the ranks that hold the chunks of the same sequences.
     """
 
     place: Zigzag = WHOLE

@@ -32,12 +32,12 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, sum 
 
 @dataclass(frozen=True)
 class RankProof:
-    """Contains one rank's log-probs, sums and step counts. The driver uses these numbers to verify
-    that a checkpoint restored the whole state.
+    """Contains one rank's log-probs, its sums over the tensors of the run's state, and its step
+    counts. The driver uses these numbers to verify that a checkpoint restored the whole state.
 
-    `log_probs`: for each policy, two tensors [n]: the canonical indices of this rank's response
-        positions, and the float32 log-probs at these positions. Only ranks of the last pipeline
-        stage have log-probs.
+    `log_probs`: for each policy, a pair of tensors [n]. The first tensor contains the canonical
+        indices of this rank's n response positions. The second tensor contains the float32
+        log-probs at these positions. Only ranks of the last pipeline stage have log-probs.
     `sums`, `counts`: see `state_sums`.
     """
 

@@ -214,8 +214,7 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
 
 def packed(value: Any) -> str:
     """Converts a value to JSON, compresses the JSON with gzip and encodes the result in base64.
-    Equal values give equal texts. Half of a surrogate pair, which UTF-8 cannot encode, becomes
-    "?"."""
+    Equal values give equal texts. A lone surrogate, which UTF-8 cannot encode, becomes "?"."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
 
@@ -313,9 +312,9 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
     """Returns the whole list `blocks` if the total size of the list's elements is at most `room`.
-    The elements of the list are blocks of responses or rollout files. If the list is too large,
-    returns the first element and some further elements, which are spread evenly over the list and
-    fit into `room`."""
+    The list `blocks` contains either blocks of responses, or rollout files. If the list is too
+    large, returns the first element and some further elements, which are spread evenly over the
+    list and fit into `room`."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

@@ -43,8 +43,8 @@ class Limits:
 
     `largest`: limit on the log-prob difference of every single token. Only float32 has a default
         for `largest`. In float32, differences from rounding are three orders of magnitude smaller
-        than differences from any fault. In 16 bits, the log-probs of a single token differ by
-        tenths of a nat to several nats even if there is no fault.
+        than differences from any fault. In 16-bit dtypes, the log-probs of engine and trainer for a
+        single token can differ by tenths of a nat to several nats, even without a fault.
     `bounds`: limits on the mean and on high quantiles of the differences, by name; empty in
         float32.
     `trend`: limit on the growth of the mean difference over a run.

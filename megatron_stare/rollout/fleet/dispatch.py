@@ -1,5 +1,5 @@
-"""Sends generation requests of trajectories to the replicas and returns the answers. All code of
-this module runs in one event loop."""
+"""Sends the generation requests of trajectories to engine replicas, and returns the replicas'
+answers to the trajectories. All code of this module runs in one event loop."""
 
 from __future__ import annotations
 
@@ -212,8 +212,8 @@ class Dispatch:
         self._queues.remove(queue)
 
     async def ask(self, queue: _Queue, request: GenerateRequest) -> GenerateResult:
-        """Waits for the request's answer. This method does not raise errors of a replica. The task
-        `_pump` calls the replica, and raises the errors of the replica.
+        """Waits for the request's answer. If a call to a replica raises an error, `ask` does not
+        raise this error. The task `_pump`, which calls the replica, raises the error.
 
         Raises:
             RequestLostError: all allowed attempts of the request failed.
@@ -261,8 +261,8 @@ class Dispatch:
         self._put_down()
 
     def _share_out(self, queue: _Queue) -> None:
-        """Splits all waiting requests evenly over the replicas. If any unfinished trajectory has no
-        waiting request yet, returns without assigning any request."""
+        """Splits all waiting requests evenly over the replicas. If at least one unfinished
+        trajectory has no waiting request yet, assigns no requests."""
         waiting = [*queue.again, *queue.new]
         if not waiting or len(waiting) < queue.live:
             return
@@ -321,8 +321,8 @@ class Dispatch:
         return best is not None
 
     def _place_at(self, replica: int, request: GenerateRequest, params: SamplingParams) -> bool:
-        """Assigns a request to the replica with index `replica`, if the replica has room and has
-        lost no request since its last answer. Returns True if the request was assigned."""
+        """Assigns a request to the replica with index `replica` if this replica serves, has room,
+        and has lost no request since its last answer. Returns True if the request was assigned."""
         if not self._trusted(replica) or (self._rooms()[replica] or 0) < 1:
             return False
         self._give(self._replicas[replica], [request], params)
@@ -354,8 +354,8 @@ class Dispatch:
         replica.give(requests, params)
 
     async def hold(self) -> None:
-        """Waits until the current call to every replica has ended. A call to a server lasts at most
-        about WAIT_S seconds."""
+        """Waits until every call in progress to a replica has ended. A call to a server lasts at
+        most about WAIT_S seconds."""
         for replica in self._replicas:
             async with replica.turn:
                 pass

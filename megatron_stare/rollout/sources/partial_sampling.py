@@ -1,7 +1,7 @@
 """Implements partial rollouts: long responses are cut at the end of a step and continued in a later
 step.
 
-The number of prompt groups in progress is larger than the number that a step trains on. In each
+At least as many prompt groups are in progress as a step trains on, and normally more. In each
 round, every unfinished response grows until it is finished or has grown by a fixed number of
 tokens. Rounds continue until enough groups are complete. At the end of a step, unfinished responses
 are kept with the weight version of every token. Unfinished responses continue in the next step,

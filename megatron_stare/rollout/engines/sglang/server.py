@@ -1,9 +1,9 @@
 """Starts SGLang servers on this machine, waits until the servers answer, and ends the servers.
 Removes everything that a server leaves behind.
 
-Each server runs in its own process group. A server runs serve.py in SGLang's environment. Each
-server has its own random API key, and requires this key even on loopback. A server writes its
-output to a log. If a server dies, the error quotes the end of the server's log.
+Each server runs in its own process group. A server runs serve.py in the Python environment of
+SGLang. Each server has its own random API key, and requires this key even on loopback. A server
+writes its output to a log. If a server dies, the error quotes the end of the server's log.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def meeting_at(address: str, options: ServerOptions) -> str:
 
 
 class ServerProcess:
-    """Process group of a server that this process started. A multi-node server has one process
-    group on each node. `close` ends the process group. The process group also ends when this
-    process ends for any reason.
+    """Process group of an SGLang server. The current Python process started the server. A
+    multi-node server has one process group on each node. `close` ends the process group. The
+    process group also ends when the current Python process ends for any reason.
 
     Args:
         meeting: rendezvous host:port of a multi-node server's ranks. None: a free port here.
