@@ -69,8 +69,8 @@ class Monitor:
         """Starts all sinks that are not essential, for a run that resumes after step number `step`.
 
         Args:
-            unattended: True if the run resumes by itself, after a loss or a rollback. A sink that
-                cannot start is then left out, because no user may be there to fix the sink.
+            unattended: True if the run resumes by itself, after it lost a process or rolled back. A
+                sink that cannot start is then left out, because no user may be there to fix it.
 
         Raises:
             UserError: a sink cannot start, and `unattended` is False.
