@@ -11,12 +11,12 @@ probability of the sampled token.
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
-A token is common if s < s*, and rare if s > s*. U+ contains the common tokens with positive
-advantage, and U- contains the common tokens with negative advantage. L+ contains the rare tokens
-with positive advantage, and L- contains the rare tokens with negative advantage. A step lowers the
-entropy at the tokens of U+ and L-, and raises the entropy at the tokens of U- and L+. The critical
-surprisal s* depends on the whole distribution at a position. All functions work elementwise on [N]
-positions, without host synchronisation.
+A token is common if its surprisal s is below the critical surprisal s*, and rare if s is above s*.
+U+ contains the common tokens with positive advantage, and U- contains the common tokens with
+negative advantage. L+ contains the rare tokens with positive advantage, and L- contains the rare
+tokens with negative advantage. A step lowers the entropy at the tokens of U+ and L-, and raises the
+entropy at the tokens of U- and L+. The critical surprisal s* depends on the whole distribution at a
+position. All functions work elementwise on [N] positions, without host synchronisation.
 
 If the sampling temperature is T, the values p, H, S2, Phi and s* describe the sampling distribution
 softmax(z / T), where z are the logits. The gradients of ln p and of H with respect to z each have a
@@ -143,8 +143,9 @@ def lambert_w0(x: Tensor) -> Tensor:
 
 
 def is_rare(phi: Tensor) -> Tensor:
-    """Returns the mask of the rare tokens, [N] bool. A token is rare if its surprisal is above s*,
-    that is, if Phi is negative by more than rounding errors."""
+    """Returns the mask of the rare tokens, [N] bool. A token is rare if its surprisal is above the
+    critical surprisal s*. Phi is then negative. If Phi is so close to 0 that the sign may be a
+    rounding error, the token does not count as rare."""
     return phi < -_NEUTRAL
 
 

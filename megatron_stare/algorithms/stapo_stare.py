@@ -5,8 +5,8 @@ improbable tokens of low entropy, and STARE amplifies all improbable tokens. Her
 first. A token that STAPO's mask removes has no loss and is not one of STARE's candidates. Among the
 improbable tokens of correct answers, STARE therefore amplifies only tokens of high entropy. The
 divisor of the loss counts the tokens that STAPO's mask removes only if `spurious.denominator` is
-'all'. By default, STARE's gate still uses the mean entropy of all response tokens. No paper
-proposes or tests the combination of STAPO and STARE.
+'all'. By default, STARE's gate uses the mean entropy of all response tokens, including the tokens
+that STAPO's mask removes. No paper proposes or tests the combination of STAPO and STARE.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def _check_spot(
 
 def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
     """Returns the environment variable CUDA_VISIBLE_DEVICES for a replica part that shares the
-    ranks' GPUs. Returns {} for a part with its own GPUs, because Ray sets CUDA_VISIBLE_DEVICES for
-    this part."""
+    ranks' GPUs. For a replica part that has its own GPUs, returns {}, because Ray sets
+    CUDA_VISIBLE_DEVICES for this part."""
     gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 

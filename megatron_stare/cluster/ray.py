@@ -86,8 +86,8 @@ _joined: Listener | None = None  # the control store of the cluster that was joi
 
 
 def node_address(interface: str | None) -> str:
-    """Returns this node's address on the network interface. If `interface` is None, returns the
-    address that Ray uses for this node.
+    """Returns this node's address on the network interface with the name `interface`. If
+    `interface` is None, returns the address that Ray uses for this node.
 
     Raises:
         ConfigError: the interface does not exist.
@@ -116,9 +116,10 @@ class Actor:
         self._beats = CallBeats(None, "")
 
     def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> Home:
-        """Makes the worker from pickled arguments, and returns where the worker's process is. The
-        actor itself unpickles the arguments, because Ray would lose the message of an unpickling
-        error. Unpickling fails, for example, if a user's method is missing on this node."""
+        """Makes the worker from pickled arguments. Returns the `Home` of the worker's process: its
+        pid and the space in which this pid is unique. The actor itself unpickles the arguments,
+        because Ray would lose the message of an unpickling error. Unpickling fails, for example, if
+        a user's method is missing on this node."""
         keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
@@ -492,10 +493,10 @@ def start_ray(config: Config) -> None:
 def _authenticate(address: str) -> None:
     """Switches on Ray's token authentication in this process and its children if the head at
     `address` asks for a token. A head that a user started with `ray start` asks for a token if the
-    user has a token. Every run that starts Ray itself leaves a token behind. By default, a cluster
-    that scripts/ray_up.sh started neither asks for tokens nor sends tokens. A driver with token
-    authentication would refuse the calls of such a cluster, so no actor would start. Does nothing
-    if RAY_AUTH_MODE is set."""
+    user has a token. By default, a run that starts Ray itself leaves a token in the user's file
+    ~/.ray/auth_token. By default, a cluster that scripts/ray_up.sh started neither asks for tokens
+    nor sends tokens. A driver with token authentication would refuse calls from a cluster that
+    sends no tokens, so no actor would start. Does nothing if RAY_AUTH_MODE is set."""
     if "RAY_AUTH_MODE" in os.environ:
         return
     try:

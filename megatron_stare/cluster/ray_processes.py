@@ -54,9 +54,9 @@ def half_started(error: BaseException) -> Any:
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager for a `with` block that shuts Ray down. If an essential Ray process ended
-    before the shutdown, Ray leaves its worker processes running. After such a shutdown, the context
-    manager waits for the worker processes to end, but at most LEFT_S seconds. The context manager
-    then kills the worker processes that have not ended."""
+    before the shutdown, Ray leaves its worker processes running. If Ray left worker processes
+    running, the context manager waits for these processes to end, but at most LEFT_S seconds. The
+    context manager then kills the worker processes that have not ended."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -76,8 +76,8 @@ def nothing_left(node: Any) -> Iterator[None]:
 
 
 def undo(half: Any) -> None:
-    """Ends the processes that a failed start of Ray left behind. `half` is Ray's record of the
-    processes, as `half_started` returns it."""
+    """Ends the processes that a failed start of Ray left behind. `half` is the result of
+    `half_started`: Ray's record of these processes, or None."""
     if half is not None:
         with nothing_left(half):
             half.kill_all_processes(check_alive=False, wait=True)

@@ -52,8 +52,8 @@ def load_config(
     before_method: Callable[[], object] = lambda: None,
     beneath: Sequence[Layer] = (),
 ) -> Config:
-    """Merges the configuration layers `beneath` and the layers of `source`, applies the overrides
-    `key.sub=value`, and validates the result.
+    """Merges the configuration layers of `source` on top of the layers in `beneath`. Then applies
+    the overrides `key.sub=value`, and validates the result.
 
     Args:
         source: a file, the name of a configuration that ships with the package, or the sections
@@ -100,9 +100,9 @@ def load_recorded(path: str | Path) -> Config:
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Returns a list with one message if a configuration uses former section names. The message
-    gives the former name and the current name of each of these sections. Returns [] if the
-    configuration uses no former section names.
+    """Returns a list with one message if a configuration uses former section names. For each
+    section with a former name, the message gives the former name and the current name. Returns []
+    if the configuration uses no former section names.
 
     Raises:
         ConfigError: the file is missing or is not YAML.
@@ -295,7 +295,8 @@ def _keys_at(loc: list[str]) -> list[str]:
 
 def with_absolute_paths(config: Config) -> Config:
     """Makes the paths of all files and folders absolute. Does not resolve symbolic links, because
-    the Python of a virtual environment is a symbolic link."""
+    the Python of a virtual environment is a symbolic link, and the link's target does not find the
+    environment's packages."""
     data: dict[str, Any] = {}
     # a user's source may interpret these settings differently
     if reads_files(config.data.source.name):

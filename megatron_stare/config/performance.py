@@ -57,7 +57,7 @@ class Feature:
     """A setting that can be on or off.
 
     `sets`: the values that Megatron's fields get while the setting is on. While the setting is off,
-        the fields are false or 0.
+        the fields that are named in `sets` are false or 0.
     `needs`: the requirements of the device, as keys of NEEDS.
     `wants`: other settings of the run that must be on before this setting can be on.
     `covered`: the tests of the setting, in this repository or upstream. `covered` is "" if the
@@ -65,8 +65,8 @@ class Feature:
         memory for more time.
     `check`: the check of scripts/gpu_check.sh that tests the setting.
     `proven`: true if the check's committed result shows that the setting is correct and not slower.
-        If the check is `optimizers`, the result must instead show that the setting is correct and
-        saves memory.
+        For a setting whose check is `optimizers`, `proven` is true if the committed result shows
+        that the setting is correct and saves memory.
     """
 
     name: str
@@ -250,10 +250,11 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Returns a value for every field that a feature can set in one of Megatron's configurations.
-    `part` names this configuration. The returned dict also contains the fields of disabled
-    features. A feature with the value null counts as disabled, because `chosen` has already turned
-    on every feature that is to be used."""
+    """Returns the fields that features can set in one of Megatron's configurations, and each
+    field's value under the settings `performance`. `part` names the configuration: 'model',
+    'gradients' or 'optimizer'. The returned dict also contains the fields of disabled features. A
+    feature with the value null counts as disabled, because `chosen` has already turned on every
+    feature that is to be used."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -266,12 +267,13 @@ def connections(config: Config) -> int | None:
     """Returns the number of hardware queues that a trainer rank gets from CUDA, or None if CUDA
     chooses the number.
 
-    If `performance.cuda_connections` is set, it is the number of queues. Otherwise, a trainer rank
-    gets one hardware queue if the run uses tensor or context parallelism, because the ranks then
-    exchange activations inside a layer. With one queue, the GPU starts operations in the order in
-    which the rank launches them. If a transfer is launched before a matrix product, the transfer
-    therefore also starts before the matrix product. Megatron's own launcher also requires one queue
-    (CUDA_DEVICE_MAX_CONNECTIONS=1) on every rank that exchanges activations inside a layer.
+    If `performance.cuda_connections` is set, a trainer rank gets this number of hardware queues.
+    Otherwise, a trainer rank gets one hardware queue if the run uses tensor or context parallelism,
+    because the ranks then exchange activations inside a layer. With one queue, the GPU starts
+    operations in the order in which the rank launches them. If a transfer is launched before a
+    matrix product, the transfer therefore also starts before the matrix product. Megatron's own
+    launcher also requires one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) on every rank that exchanges
+    activations inside a layer.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections
@@ -317,10 +319,11 @@ def shares_prompts(config: Config) -> bool:
     """Tells whether a micro-batch runs a prompt through the model only once for all responses to
     this prompt.
 
-    Prompts are shared only if sequences are packed and every rank has whole sequences. With virtual
-    stages, prompts are not shared, because virtual stages need micro-batches of equal shape. With
-    `moe.routing_replay`, prompts are not shared, because the servers return the chosen experts
-    separately for each sample.
+    A prompt can pass through the model once for all its responses only if sequences are packed and
+    the run has no context parallelism. With virtual pipeline stages, the prompt passes through the
+    model once per response, because virtual stages need micro-batches of equal shape. With
+    `moe.routing_replay`, the prompt also passes through the model once per response, because the
+    servers return the chosen experts separately for each sample.
     """
     parallel = config.parallel
     return (

@@ -363,9 +363,10 @@ class Config(Section):
 
     @property
     def expected_lengths(self) -> tuple[float, float]:
-        """Expected mean numbers of tokens in a prompt and in a response. The section `plan` can set
-        the two expected numbers. An expected number that `plan` does not set is computed from the
-        token limits in the section `rollout`."""
+        """Expected mean numbers of tokens in a prompt and in a response. The settings
+        `plan.prompt_tokens` and `plan.response_tokens` can set these two numbers. An expected
+        number that `plan` does not set is computed from the token limits in the section
+        `rollout`."""
         rollout, plan = self.rollout, self.plan
         return (
             plan.prompt_tokens or rollout.max_prompt_tokens / 4,

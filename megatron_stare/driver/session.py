@@ -197,8 +197,8 @@ class Session:
         return pools
 
     def _open_saves(self, stack: ClosingStack) -> None:
-        """Creates the guards, the part that saves checkpoints, and the object that compares the
-        engines' log-probs with the trainer's log-probs."""
+        """Creates the guards, the `Saves` object, which saves checkpoints, and the `AgreementWatch`
+        object, which compares the engines' log-probs with the trainer's log-probs."""
         self.agreement = AgreementWatch(self._inputs.run, self.ranks, self.engines)
         self.agreement.restore(self.monitor.resumed)
         self.guards = Guards(self.config.faults.guards, self.config.coarsest_dtype)

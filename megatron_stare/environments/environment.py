@@ -187,8 +187,8 @@ class Response:
 
     @property
     def branch(self) -> Branch | None:
-        """The newest branch of the response. This property is None in the first branch, whose
-        context is the prompt."""
+        """The newest branch of the response. `branch` is None while the response has only its first
+        branch, whose context is the prompt."""
         return self._branches[-1] if self._branches else None
 
     @property

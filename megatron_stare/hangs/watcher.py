@@ -130,8 +130,8 @@ class Watcher:
 
     def _read(self) -> Beat | None:
         """Reads the driver's heartbeat. Progress of any rank counts as progress of the driver. The
-        driver itself reports no progress while the driver waits for ranks. If the progress of ranks
-        did not count, a long update could exceed the time limit of its phase."""
+        driver itself reports no progress while the driver waits for ranks. If only the driver's own
+        progress counted, the watcher could take a long update for a hang."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -140,7 +140,8 @@ class Watcher:
         return replace(beat, moved=max(moved for moved in known if moved is not None))
 
     def _driver_ended(self) -> bool:
-        """Returns True if the driver has ended. Waits at most one tick for the driver's end."""
+        """Returns True if the driver has ended. Waits at most `tick_s` seconds until the driver
+        ends."""
         ready, _, _ = select.select([sys.stdin], [], [], self._settings.tick_s)
         return bool(ready) or os.getppid() != self._settings.driver
 
@@ -303,7 +304,8 @@ def _process(facts: dict[str, Any]) -> tuple[str, int]:
 
 def asked(engine: int, url: str) -> ServerFacts:
     """Checks whether a server answers at all. If the server refuses the request for lack of an API
-    key, the refusal counts as an answer. A reply in another protocol also counts as an answer."""
+    key, the refusal counts as an answer. A reply in a protocol other than HTTP also counts as an
+    answer."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)

@@ -136,7 +136,7 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
-    """Returns the model family that a model shape names. Loads the family's plug-in, if the family
+    """Returns the family of a model with the given shape. Loads the family's plug-in, if the family
     has one and this process has not yet loaded the plug-in."""
     return family_named(shape.family, "the model's family")
 

@@ -36,9 +36,9 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns two factors by which transformers multiplies YaRN's cosines and sines. The first
-    factor follows from all parameters in `rope`. The second factor follows from the parameters in
-    `rope` without `attention_factor`.
+    """Returns two factors by which transformers multiplies YaRN's cosines and sines. Transformers
+    computes the first factor from all parameters in `rope`. Transformers computes the second factor
+    from all parameters in `rope` except `attention_factor`.
 
     Args:
         rope: rotary parameters of type yarn.

@@ -4,9 +4,9 @@ that make up a parameter, and defines how the parameter is split over tensor-par
 Loading, export, gradients, the weight stream and conversion all use a family's rules. Rules use
 Megatron's parameter names, with layers numbered as in the whole model. Rules cover both layer
 specs. In the local spec, norms and experts' matrices are separate parameters. In Transformer
-Engine's spec, a norm is usually fused into the linear layer that follows the norm. In the same
-spec, each expert's matrices are weights of a grouped GEMM, and the names of these weights end with
-the expert's number.
+Engine's spec, a norm is usually fused into the linear layer that follows the norm. In Transformer
+Engine's spec, each expert's matrices are weights of a grouped GEMM, and the names of these weights
+end with the expert's number.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _size(part: Tensor) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows [start, stop) of a tensor. `share` reads only the rows that it returns."""
+    """Rows [start, stop) of a tensor. The method `share` reads only the rows that it returns."""
 
     tensor: Tensor
     start: int

@@ -66,8 +66,8 @@ def check_limits(run: ResolvedRun) -> None:
 
 
 def limits_not_checked(config: Config) -> list[str]:
-    """Returns a list with one line of text if an unknown kind of GPU prevents the comparison of the
-    time limits with the plan. Otherwise returns []."""
+    """Returns a list with one line of text if the time limits could not be compared with the plan
+    because the kind of GPU is unknown. Otherwise returns []."""
     if (
         config.plan.enabled
         and replica_count(config)
@@ -138,7 +138,7 @@ def held(run: ResolvedRun) -> Iterator[Held]:
 def _of_evaluations(
     run: ResolvedRun, gpu: Gpu, of: Coefficients, served: ServedMemory | None
 ) -> Iterator[tuple[str, RequestTime]]:
-    """Yields the name of each evaluation task that the engines of training serve, and the planned
+    """Yields the name of each evaluation task that runs on the training engines, and the planned
     durations of the task's requests. An evaluation never cuts a response, even with partial
     rollouts."""
     if evaluation_engines(run.config) is not None:

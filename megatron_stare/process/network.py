@@ -71,8 +71,8 @@ def require_own_address(host: str, where: str) -> None:
 
 def free_port(host: str, ports: Sequence[int], following: int = 0) -> int:
     """Returns a free TCP port at `host`, an address of this machine. The port is drawn at random
-    from `ports`. The number 0 in `ports` stands for any port. The argument `following` is the
-    number of ports directly after the returned port that must be free, too.
+    from `ports`. The number 0 in `ports` stands for any port. The next `following` port numbers
+    after the returned port must be free, too.
 
     Raises:
         ConfigError: none of the ports that were tried is free.
@@ -188,9 +188,9 @@ class Listener:
         """Tries to connect, and returns True if every call has failed for more than `after_s`
         seconds.
 
-        The seconds are counted from the first call that fails. A call that succeeds resets the
-        count of seconds. If more than `after_s` seconds pass between two failed calls, the count of
-        seconds starts again at the later call.
+        `gone` counts the seconds from the first failed call. After a call that connects, the next
+        failed call counts as the first failed call. If more than `after_s` seconds pass between two
+        failed calls, the later call counts as the first failed call.
         """
         now = time.monotonic()
         if self.missing(timeout_s) is None:

@@ -1,10 +1,11 @@
 """Identifies the code of a run by the releases of packages, and by this package's commit and
 digest. Identifies the device of a run by a description.
 
-Two runs compute bit-equal numbers if their settings, their parallel layouts and their texts from
-`computes_on` are equal. The exceptions are runs that compile functions with torch.compile, and runs
-that add numbers in an order that varies. Torch is imported only inside functions, because the
-command `doctor` may run in an environment without torch.
+Two runs compute bit-equal numbers if their settings and their parallel layouts are equal, and if
+`computes_on` returns the same text for both runs. Two runs with equal settings can still differ in
+bits if they compile functions with torch.compile, or if they add numbers in an order that varies.
+Torch is imported only inside functions, because the command `doctor` may run in an environment
+without torch.
 """
 
 from __future__ import annotations

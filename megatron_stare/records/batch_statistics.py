@@ -44,8 +44,8 @@ class Quantile:
     The quantile is at position (n - 1) q of the n sorted values, counted from 0. If (n - 1) q is
     not an integer, `interpolation` determines the quantile in the same way as in numpy. The
     interpolation 'nearest' rounds a position halfway between two integers to the even integer.
-    Callers must convert `x` to float32 before they compare `x` with the quantile. If the conversion
-    to float32 rounds a value of `x` up, a quantile that equals the rounded value is larger than the
+    Callers must convert `x` to float32 before they compare `x` with the quantile. The conversion to
+    float32 can round a value of `x` up. A quantile that equals the rounded value is larger than the
     value before the conversion.
     """
 
@@ -105,9 +105,9 @@ Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer to a TopK request. The request selects all positions in its mask whose ordering key
-    (see `ordering_key`) is at least the answer's `key`. All tensors are 0-dim and stay on the
-    device."""
+    """Answer to a TopK request. A TopK request selects the positions in its mask whose ordering key
+    (see `ordering_key`) is equal to or above `Threshold.key`. If `Threshold.k` is 0, the request
+    selects no position. All tensors are 0-dim and stay on the device."""
 
     key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
     k: Tensor  # int64, number of selected positions

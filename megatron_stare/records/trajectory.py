@@ -148,8 +148,8 @@ def sampled_trajectory(
 
 def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) -> Tensor:
     """Returns a tensor [m, L, K] of expert numbers. Each entry has one byte if a layer has at most
-    255 experts, and two bytes otherwise. The largest number of the data type stands for an unknown
-    expert; see `unknown`.
+    255 experts, and two bytes otherwise. The largest value of the tensor's dtype stands for an
+    unknown expert; see `unknown`.
 
     Args:
         numbers: expert numbers, ordered by token and then by layer.
@@ -180,9 +180,9 @@ def unknown(dtype: torch.dtype) -> int:
 def covering(column: Tensor, tokens: int) -> Tensor:
     """Returns the experts [tokens, L, K] of all tokens of a sequence. The argument `tokens` is the
     length of the sequence. The argument `column` [m, L, K] holds the experts of the first m tokens,
-    and m must not exceed the length of the sequence. The experts of the later tokens are unknown.
-    The experts of a response's last token are always unknown, because the engine never runs its
-    model on the last token."""
+    and m must not exceed the length of the sequence. If the sequence has more than m tokens, the
+    experts of its remaining tokens are marked as unknown. The experts of a response's last token
+    are always unknown, because the engine never runs its model on the last token."""
     more = torch.full(
         (tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype
     )

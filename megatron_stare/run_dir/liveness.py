@@ -31,8 +31,9 @@ class Liveness:
         the run's lock is free. "dead" means that the driver has ended before all steps were done.
         If the run's lock is free, the driver counts as ended in three cases: this machine is the
         driver's machine, `host` is unknown, or the watcher saw that the driver's process ended. An
-        unfinished run that is not dead is "silent" if the run is on another machine, the run's lock
-        seems free, and no heartbeat was written in the last FRESH_S seconds.
+        unfinished run is "silent" if three conditions are met: the run's lock seems free, the
+        driver does not count as ended, and no heartbeat was written in the last FRESH_S seconds.
+        The driver of a silent run is on another machine.
     `host`: name of the machine on which the driver ran last; "" if unknown.
     `beat`, `beat_age_s`: the newest heartbeat, and its age by this machine's clock. `beat` and
         `beat_age_s` are None if there is no heartbeat.

@@ -6,9 +6,10 @@ hidden states of a prompt do not depend on later tokens, so all responses to the
 same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. The backward pass copies gradients between the same tokens and places. If a token was
-copied to several places, the backward pass sums the gradients of these places. Plain tensor
-indexing is not used, because its backward pass adds gradients row by row to a tensor of zeros.
+results back. For both copies, the backward pass copies the gradients in the opposite direction. If
+a token was copied to several places, the backward pass sums the gradients of these places. Plain
+tensor indexing is not used, because its backward pass adds gradients row by row to a tensor of
+zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, each rank holds t / C of the micro-batch's t tokens,
@@ -43,7 +44,8 @@ class SharedColumns:
     `fed`: [k] int64 columns that are fed to the model, ascending.
     `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. If column c
         is fed to the model, entry c points to column c. If column c is not fed to the model, column
-        c repeats a prompt token of another sample, and entry c points to the other sample's column.
+        c repeats a prompt token of another sample. Entry c then points to the column of this token
+        in the other sample.
     """
 
     fed: Tensor
@@ -88,7 +90,8 @@ class Spread:
     `index`: [p] int64, the index of the token at each place.
     `inverse`: [t] int64, the index of each token's place. If a token has several places, `inverse`
         contains the place whose output is used.
-    `shapes`: (b, s) of every group.
+    `shapes`: for every group, the number b of its sequences and the length s of its longest
+        sequence.
     `repeated`: true if responses share a prompt, so that several places of one token have nonzero
         gradients. Padding also repeats tokens, but does not make `repeated` true, because the
         gradient of padding is 0.

@@ -13,8 +13,8 @@ also holds the final norm and the output layer. The tensors of the embedding, of
 layer of each kind therefore determine the tensors of every rank. How a layer is cut depends only on
 the numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
 expert-parallel sizes therefore suffices for all pipeline, data and context sizes. The test
-tests/megatron/test_planned_parts.py checks that the result of `stage_bytes` equals the bytes of
-whole ranks exactly.
+tests/megatron/test_planned_parts.py checks that `stage_bytes` returns exactly the bytes that
+`plan_rank` counts on a whole rank.
 """
 
 from __future__ import annotations
@@ -343,9 +343,9 @@ def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
 def _share(tensors: Sequence[int], replicas: int | None) -> int:
     """Counts the elements that the first replica updates in a bucket.
 
-    Megatron lays out a bucket's tensors from last to first, and cuts the bucket into one equal part
-    per replica. The first replica updates the elements in the first part of the bucket. The count
-    leaves out the padding between the aligned tensors.
+    Megatron lays out a bucket's tensors from last to first, and cuts the bucket into equal parts,
+    one for each replica. The first replica updates the elements in the first part of the bucket.
+    The count leaves out the padding between the aligned tensors.
     """
     if replicas is None:
         return sum(tensors)

@@ -1,5 +1,6 @@
-"""Implements core attention for the local layer spec with torch's scaled_dot_product_attention.
-Short sequences on a CPU use `short_attention` (local_layers.py) instead.
+"""Implements core attention for the local layer spec with torch's scaled_dot_product_attention. On
+a CPU, short sequences in float32 use `short_attention` (local_layers.py) instead of
+scaled_dot_product_attention.
 
 Megatron's local core attention builds the whole s x s attention matrix and supports neither causal
 kernels nor packed sequences. Padding is on the right, so the causal mask alone keeps real tokens

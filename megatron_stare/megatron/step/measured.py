@@ -51,8 +51,8 @@ LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"
 
 @dataclass(frozen=True)
 class Measured:
-    """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the state of the
-    training method for the updates.
+    """Contains the tokens [N] of one rank, the statistics of the whole rollout batch, and the
+    training method's state during the updates.
 
     `next_state`: the state of the training method with which the next step begins. At first,
         `next_state` equals `state`. `Method.observe` can change `next_state`. If the run has no
@@ -109,9 +109,10 @@ def measure_batch(
 def complete(
     measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None
 ) -> Measured:
-    """Adds the log-probs and entropies of a training pass that replaced the log-prob pass. Also
-    computes the state of the training method for the next step from the log-probs and entropies of
-    the training pass. All ranks of the last pipeline stage must call `complete`."""
+    """Adds the log-probs and entropies of a training pass to `measured`, because the run has no
+    separate log-prob pass. Also computes the state of the training method for the next step from
+    the log-probs and entropies of the training pass. All ranks of the last pipeline stage must call
+    `complete`."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
     after = measure_batch(method, tokens, measured.state, group, lagged=False)

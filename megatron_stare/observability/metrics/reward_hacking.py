@@ -114,9 +114,10 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     response.
 
     Each n-gram of a response is encoded as one int64 number with one digit for each token of the
-    n-gram. The digit is the index of the token id in the sorted list of the response's distinct
-    token ids. The numbers are sorted with numpy, because torch would take ten times as long.
-    Sorting each response by itself is faster than sorting the whole batch, and needs little memory.
+    n-gram. The digit of a token is the index of its token id in the sorted list of the response's
+    distinct token ids. The numbers are sorted with numpy, because torch would take ten times as
+    long. Sorting each response by itself is faster than sorting the whole batch, and needs little
+    memory.
     """
     total = repeated = 0
     for tokens in responses:

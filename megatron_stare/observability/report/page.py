@@ -202,8 +202,8 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """Returns charts of further evaluation results, such as pass@k and maj@k. Returns no charts if
-    every problem is answered only once."""
+    """Returns charts of results other than the mean result of an evaluation, such as charts of
+    pass@k and maj@k. Returns no charts if every problem is answered only once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
     largest = {
@@ -322,7 +322,8 @@ def _phases(run: RunRecord) -> dict[str, Part]:
 
 
 def write_page(page: str, out: Path, what: str) -> Path:
-    """Writes a page atomically and returns `out`. Readers see either the old or the new page.
+    """Writes a page atomically and returns `out`. A reader of the file sees either the whole old
+    page or the whole new page.
 
     Args:
         what: name of the page in an error.

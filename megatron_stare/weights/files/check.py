@@ -1,6 +1,7 @@
 """Checks that the weights of a Hugging Face folder match the folder's config.json. The checks read
 the headers of the weight files. If the folder stores a tied head, the checks also read the whole
-head and the whole embedding. The checks read no other tensor."""
+head and the whole embedding. The checks read the data of a tensor only to compare a tied head with
+the embedding."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
     """Returns the names of tensors that a folder may hold although the model does not use these
-    tensors. There are three kinds of unused tensors: tensors that config.json determines, a tied
-    head (which equals the embedding), and tensors that the model family leaves out."""
+    tensors. There are three kinds of unused tensors: tensors whose values follow from config.json,
+    such as `rotary_emb.inv_freq`; a tied head, which equals the embedding; and tensors that the
+    model family leaves out."""
     family = family_of(shape)
     return {
         name
@@ -63,7 +65,8 @@ def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
 
     The names and shapes of the tensors must match config.json, the dtypes must be in DTYPES, and no
     file may end before its last tensor. If the folder stores a tied head besides the embedding, the
-    head and the embedding are compared byte by byte. The check reads the data of no other tensor.
+    head and the embedding are compared byte by byte. The check reads the data of a tensor only for
+    this comparison of head and embedding.
 
     Raises:
         DataError: the first mismatch.

@@ -118,7 +118,7 @@ def companions_of(checkpoint: Path) -> Path:
 def stops_of(checkpoint: Path) -> list[int]:
     """Returns the ids of the tokens that end turns in the demonstrations on which a checkpoint's
     run trained. Returns [] if the checkpoint has no readable run_state.json, or if run_state.json
-    does not contain these ids."""
+    has no field `stops`."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return json.loads((checkpoint / "run_state.json").read_text()).get("stops", [])
     return []

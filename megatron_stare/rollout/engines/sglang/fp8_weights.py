@@ -89,8 +89,8 @@ def as_sent(
 ) -> Sequence[tuple[str, Tensor]]:
     """Rounds the matrices of a bucket. Returns the tensors that a server with 8-bit weights
     receives for the bucket. The scales come first, then the tensors that are not rounded, then the
-    8-bit elements of the rounded matrices. In the order of the result, every tensor of a flat
-    buffer starts at a multiple of its dtype's size."""
+    8-bit elements of the rounded matrices. If the tensors are concatenated in this order, the
+    offset of every tensor in bytes is a multiple of the tensor's element size."""
     scales, others, elements = [], [], []
     for name, tensor in bucket:
         if rounds(name, shape):

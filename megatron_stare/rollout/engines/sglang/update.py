@@ -1,6 +1,8 @@
 """Runs one weight update of the SGLang servers. In an update, the servers pause and receive
-weights. Names and checksums of the weights are then compared, the new version is published, and the
-servers resume.
+weights. An update that verifies values then compares the names and checksums of the servers'
+tensors with those of the sent tensors. Any other update compares only the names and sizes of the
+sent tensors with those of an earlier verified update. Finally, the servers receive the number of
+the new version and resume.
 
 Weights are changed in place, so an update cannot be undone. After an error, the caller must assume
 that every server holds a mixture of old and new weights. After an error, the caller must also leave
