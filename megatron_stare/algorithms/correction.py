@@ -11,8 +11,8 @@ the trainer that learns compute different probabilities for the same token.
 
 The importance weight is detached, and multiplies the clipped policy loss. Truncated importance
 sampling is described at fengyao.notion.site (off-policy-rl). "When Speed Kills Stability" (Liu, Li
-et al. 2025) describes the mode `mask`. The same article also describes an importance ratio R that
-all tokens of a response share. The modes and the veto follow slime's mis.py.
+et al. 2025) describes the mode `mask`, and an importance ratio R that all tokens of a response
+share. The modes and the veto follow slime's mis.py.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Requests the mean weight of the tokens that all filters kept. Requests nothing if
-        `normalise` is false."""
+        """Returns a request for the mean weight of the tokens that no filter removed. If
+        `normalise` is false, the returned mapping is empty."""
         return (
             {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)}
             if self.normalise

@@ -13,10 +13,10 @@ of the gradient has these bounds:
 
 H is the entropy of p in nats. The bounds hold because the sum of squared probabilities satisfies
 e^-H <= sum_v p_v^2 <= 1 - C_V H^2. To compute the bounds, the probability p_a and the entropy H are
-enough. The exact norm requires p_a and sum_v p_v^2. The module vocab_parallel.py computes sum_v
-p_v^2. Every token has its own logits, so the squared norms of tokens add up. At temperature T, the
-gradient is taken with respect to the logits before their division by T, so every norm has a factor
-1 / T.
+enough. The exact norm requires p_a and sum_v p_v^2. The module vocab_parallel.py computes the sum
+of squared probabilities, sum_v p_v^2. Every token has its own logits, so the squared norms of
+tokens add up. At temperature T, the gradient is taken with respect to the logits before their
+division by T, so every norm has a factor 1 / T.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
 
 
 def norm_metrics(statistics: Statistics, temperature: float) -> dict[str, Tensor]:
-    """Returns the 0-dim metrics `gradient/*`. If there are no tokens, every share is 0."""
+    """Returns the 0-dim metrics `gradient/*`. If there are no tokens, the shares
+    `gradient/improbable_tokens` and `gradient/improbable_square` are 0."""
     tokens, plain = scalar(statistics, "norm/tokens"), scalar(statistics, "norm/plain")
     return {
         "gradient/logit_norm": scalar(statistics, "norm/square").sqrt() / temperature,

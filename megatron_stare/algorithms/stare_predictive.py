@@ -14,22 +14,22 @@ Here c is a token's coefficient in the loss. Tokens whose Phi is not negative ke
 After the update the trainer measures y, the change in the mean entropy of the same tokens. The
 controller fits the line y = kappa u + d to the forecasts u and the measured changes y. The fit uses
 recursive least squares with a forgetting factor (Ljung, System Identification, 1999, section 11.2).
-The mean entropy of other tokens, such as the tokens of the next batch, changes by an additional b,
-so by y + b in total. A state estimator tracks the policy's entropy h and the additional change b of
-other tokens. The inputs of the estimator are the mean entropy of every batch and the measured
-changes y. Before the next update:
+The mean entropy of other tokens, such as the tokens of the next batch, changes by y + b, where y is
+the measured change and b is a further change. A state estimator tracks the policy's mean entropy h
+and the further change b of other tokens. The inputs of the estimator are the mean entropy of every
+batch and the measured changes y. Before the next update:
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
     W = 1 + G+ e / D, M = 1 + G- e / D, within their bounds; what a bound cuts off, the other takes
 
-In three cases, the controller does not choose W and M, and the step uses STARE's gate and STARE's
-fixed weights `amplify` and `attenuate`: fewer than five changes have been measured, kappa is below
-twice its standard error, or G+ is below its floor. Two predictors of the next step's entropy change
-were compared in eight runs of the quickstart. The first predictor was the line y = kappa u + d, and
-the second predictor was a running mean of the earlier changes. The mean squared error of the fitted
-line's predictions was 0.62 times the mean squared error of the running mean's predictions
-(benchmarks/forecast_value.py).
+The controller does not choose W and M if fewer than five changes have been measured, if kappa is at
+most twice its standard error, or if G+ is at most `floor` times the running mean of G+. The step
+then uses STARE's gate and STARE's fixed weights `amplify` and `attenuate`. Two predictors of the
+next step's entropy change were compared in eight runs of the quickstart. The first predictor was
+the line y = kappa u + d, and the second predictor was a running mean of the earlier changes. The
+mean squared error of the fitted line's predictions was 0.62 times the mean squared error of the
+running mean's predictions (benchmarks/forecast_value.py).
 """
 
 from __future__ import annotations
@@ -99,12 +99,14 @@ class StarePredictive(Stare):
     `target_end`: the target after the ramp, nats. If `target_end` is null, the target is constant.
     `ramp_start`: the number of steps before the target begins to move.
     `ramp_steps`: the number of steps in which the target moves linearly to `target_end`.
-    `approach`: the share of the gap between entropy and target that one step is to close.
+    `approach`: the fraction of the gap that the controller tries to close in one step. The gap is
+        the target minus the estimated entropy.
     `trust`: the weight of a batch's mean entropy in the filtered entropy.
     `forget`: the forgetting factor of the fit. Every new measurement multiplies the weights of all
         earlier measurements in the fit by `forget`.
-    `largest`: the largest rise of the entropy that the controller aims for in one step, as a share
-        of the target.
+    `largest`: the largest rise of the entropy that the controller aims for in one step, as a
+        fraction of the target. If the target itself moves, the change of the target is added to the
+        rise.
     `floor`: the controller chooses W and M only if G+ is above `floor` times the running mean of
         G+.
     `measure_every`: the number of steps between measurements. A measurement takes one forward pass.
@@ -259,8 +261,8 @@ class StarePredictive(Stare):
         }
 
     def observe(self, state: State, change: Tensor | None) -> State:
-        """Updates kappa and d with one more measured change. If the optimizer step was not taken,
-        the entropy has not changed, so kappa and d stay the same."""
+        """Updates kappa and d with one more measured change of the mean entropy. If the optimizer
+        step was not taken, the entropy has not changed, so kappa and d stay the same."""
         if change is None:
             return state | {"pending": torch.zeros_like(state["pending"])}
         u, change = state["forecast"], change.to(torch.float64)

@@ -233,8 +233,8 @@ class Retention:
 
 def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
     """Reads a metric from the files of a run and returns the metric's values by step. Metrics named
-    `eval/...` come from the run's evaluation results. All other metrics come from the metrics that
-    the run logged for each step."""
+    `eval/...` come from the run's evaluation results. Metrics with other names come from the
+    metrics that the run logged for each step."""
     if metric is None:
         return {}
     if not metric.startswith("eval/"):

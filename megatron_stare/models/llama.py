@@ -1,4 +1,5 @@
-"""Defines Llama 2 and 3, which have the layers of ModelFamily."""
+"""Defines the model family Llama (Llama 2 and 3), whose layers are the layers of the base class
+ModelFamily."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from megatron_stare.models.family import ModelFamily
 
 
 class Llama(ModelFamily):
-    """Llama. The first config.json of Llama 2 has no rope_theta; transformers and servers then use
-    10,000."""
+    """Llama. The first published config.json of Llama 2 lacks the key rope_theta. If the key is
+    missing, transformers and servers use 10,000."""
 
     model_type = "llama"
     rope_theta: ClassVar[float | None] = 10_000.0

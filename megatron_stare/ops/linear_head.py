@@ -193,9 +193,9 @@ class LinearHead:
     def _slopes(
         self, log_prob: Tensor, entropy: Tensor, loss_of: Loss
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-        """Returns the loss, the tensors that `loss_of` returns for logging, and the slopes. The
-        slopes are two tensors [n]: the derivatives of the loss with respect to the log-probs, and
-        the derivatives with respect to the entropies."""
+        """Returns the loss, the tensors that `loss_of` returns for logging, and two tensors [n] of
+        slopes. The slopes are the derivatives of the loss with respect to the log-probs (first
+        tensor) and with respect to the entropies (second tensor)."""
         log_prob = log_prob.clone().requires_grad_()
         entropy = entropy.clone().requires_grad_(self.problem.entropy_gradient)
         with torch.enable_grad():
@@ -316,7 +316,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
     """Multiplies the transpose of `logits` by `hidden`, and adds the product to `total` [V, H]. The
-    sum is computed in the dtype of `total`."""
+    addition is done in the dtype of `total`."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.t(), hidden)
     elif logits.device.type == "cuda":
@@ -326,9 +326,9 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if `used` and `slope` differ by more than rounding errors can explain. A
-    difference beyond rounding errors shows that one token's loss depends on other tokens. On a GPU,
-    the error is raised at the next synchronisation.
+    """Raises RuntimeError if `used` and `slope` differ by more than rounding errors can explain. If
+    the slopes differ by more than rounding errors, the loss of one token depends on other tokens.
+    On a GPU, the error is raised at the next synchronisation.
 
     Args:
         used: the slopes from which the gradient was computed.

@@ -5,14 +5,16 @@ if the GPU has too little memory.
 pass and its backward pass, with or without recomputation. The counts are for the layers that a run
 uses on CPUs: Megatron's local layers with this package's RMSNorm, SwiGLU and packed attention. The
 packed attention pads the sequences of a group to one length. The counts assume that all sequences
-in a group have the same length. Fused kernels keep fewer bytes than counted. If the sequences in a
-group differ in length, their padding adds bytes that are not counted.
+in a group have the same length. Fused kernels keep fewer bytes than `activation_memory` counts. If
+the sequences in a group differ in length, their padding adds bytes that are not counted.
 tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
 For each phase, `budget` determines the bytes of every item in a GPU's memory. docs/colocation.md
-lists what is in a GPU's memory in each phase. `Fit` builds the ranks of a run on torch's meta
-device, where tensors have no data, and measures the size of the ranks. `PlannedFit` assembles the
-ranks of many layouts from parts that are built once.
+lists what is in a GPU's memory in each phase. `Fit` builds the model and the optimizer of each
+pipeline stage's first rank on torch's meta device, where tensors have no data, and counts the bytes
+of the tensors. `PlannedFit` checks many layouts of a run. `PlannedFit` builds only the embedding,
+the head and one layer of each kind, and computes the bytes of the ranks from the sizes of these
+parts.
 """
 
 from __future__ import annotations
@@ -108,14 +110,14 @@ class Budget:
 
     @property
     def over(self) -> list[str]:
-        """Phases that do not fit."""
+        """Phases that need more memory than the GPU has."""
         return [phase for phase in self.phases if self.total(phase) > self.capacity]
 
     @property
     def cache_room(self) -> int:
         """Size in bytes of the largest KV cache for which all phases with a KV cache fit into the
-        GPU's memory. The size is negative if one of the phases with a KV cache does not fit even
-        without the cache."""
+        GPU's memory. If a phase with a KV cache needs more than the GPU's memory even without its
+        KV cache, the returned size is negative."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
         return min(
             self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache
@@ -169,7 +171,7 @@ class ActivationMemory:
 
     `kept`: bytes that are kept from forward to backward for one micro-batch. A pipeline stage keeps
         the activations of several micro-batches at a time (`micro_batches_held`).
-    `again`: bytes of the largest part that backward recomputes at a time. The activations of one
+    `again`: peak bytes of the activations that the backward pass recomputes. The activations of one
         micro-batch need `kept` plus `again` bytes in total.
     """
 
@@ -292,7 +294,8 @@ def device_bytes() -> int | None:
 
 class Fit:
     """Checks whether a GPU has enough memory for a run. `capacity` is the memory of the GPU in
-    bytes. Ranks are built once for all runs with equal settings of model, layout and optimizer."""
+    bytes. If several runs have equal settings of model, layout and optimizer, `Fit` measures their
+    ranks only once."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -300,8 +303,8 @@ class Fit:
         self._server_memory: dict[str, ServedMemory | None] = {}
 
     def require(self, run: ResolvedRun) -> None:
-        """Raises ConfigError if a phase does not fit, or if a server's KV cache cannot hold one
-        prompt with its response."""
+        """Raises ConfigError if a phase does not fit into the GPU's memory, or if a server's KV
+        cache cannot hold one prompt with its response."""
         if not (wrong := self.faults(run)):
             return
         found = self.budget(run)
@@ -350,8 +353,8 @@ class Fit:
         ]
 
     def needs(self, run: ResolvedRun) -> Iterator[Needs]:
-        """Yields one `Needs` per pipeline stage. Each `Needs` contains the memory of the stage's
-        first rank and the memory of a server's rank."""
+        """Yields one `Needs` per pipeline stage. Each `Needs` contains the bytes that the first
+        rank of one pipeline stage needs, and the bytes that a server's rank needs."""
         config, shape, stages = run.config, run.shape, run.config.parallel.pipeline
         tokens = -(-config.batch.micro_batch_tokens // config.parallel.context)
         longest = longest_sequence(config)
@@ -392,8 +395,8 @@ class Fit:
 
     def _free(self, run: ResolvedRun, nbytes: dict[str, int]) -> int:
         """Returns how many bytes of GPU memory are free on a rank when the rank chooses the mode of
-        its output layer. At this time, the optimizer's moments are not allocated yet, and no server
-        holds weights or a cache on the GPU."""
+        its output layer. When a rank chooses the mode of its output layer, the optimizer's moments
+        are not allocated yet, and no server holds weights or a cache on the GPU."""
         config = run.config
         there = nbytes["parameters"] + nbytes["gradients"] + PROCESS_BYTES
         if not config.performance.optimizer_offload:
@@ -412,9 +415,10 @@ class Fit:
         return self._server_memory[key]
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Builds the first rank of each pipeline stage on the meta device. Returns one dict per
-        stage. Each returned dict maps the items on the first rank of a stage to the items' sizes in
-        bytes. No other rank of a stage needs more bytes than the stage's first rank."""
+        """Builds the model and the optimizer of each pipeline stage's first rank on the meta
+        device. Returns one dict per stage. Each returned dict maps the items on the first rank of a
+        stage to the items' sizes in bytes. No other rank of a stage needs more bytes than the
+        stage's first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -427,9 +431,9 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Yields possible changes of the configuration that reduce the memory of the phases that do
-        not fit. Each change sets one setting, and is yielded as a text together with the changed
-        run. The mildest changes come first."""
+        """Yields possible changes of the configuration. Each change reduces the memory of a phase
+        that does not fit into the GPU's memory. Each change sets one setting, and is yielded as a
+        text together with the changed run. The mildest changes come first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -510,8 +514,8 @@ def _with(run: ResolvedRun, setting: str, value: Any) -> tuple[str, ResolvedRun]
 
 
 class PlannedFit(Fit):
-    """Checks whether several layouts of one run fit. Layouts that agree in all settings of `_key`
-    share the computed sizes of their stages."""
+    """Checks for several layouts of one run whether a GPU has enough memory. If two layouts have
+    equal values of all settings in `_key`, the sizes of their stages are computed only once."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -546,6 +550,7 @@ class PlannedFit(Fit):
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Builds complete ranks of this run's layout, instead of assembling ranks from parts. Later
-        checks of this layout use the sizes of these complete ranks."""
+        """Builds the whole model and optimizer of each pipeline stage's first rank, instead of
+        computing the rank's bytes from the sizes of single layers. Later checks of this run's
+        layout use the bytes that `build` measured."""
         self._stages[self._key(run)] = super().stages(run)

@@ -1,10 +1,10 @@
 """Defines `TokenNumbers`: values that the trainer computes for each token of a few responses. The
-values are shown to people who read these responses. Torch is the only library that this module
-imports.
+run's report shows the values of each TokenNumbers next to the response. Torch is the only library
+that this module imports.
 
-Every rank that holds some of the tokens makes a TokenNumbers for its own tokens
-(`megatron/step/diagnostics.py`). The object that one rank makes is called a part. The driver joins
-the parts, and attaches the values of each response to the response's trajectory.
+Every rank that holds tokens of the chosen responses makes a TokenNumbers for its own tokens
+(`megatron/step/diagnostics.py`). A TokenNumbers that one rank makes is called a part. The driver
+joins the parts, and attaches the values of each response to the response's trajectory.
 
 Shape legend: n tokens of one response; m tokens of a part, which is the TokenNumbers of one rank.
 """

@@ -90,8 +90,8 @@ def bisect(
     say: Any = _say,
 ) -> Explanation:
     """Repeats steps `first` + 1 to `last`, once unchanged and once with each change. Compares the
-    run's recorded metrics with the metrics of the repeated steps. If the metrics differ, explains
-    the difference.
+    run's recorded metrics with the metrics of the repeated steps. Returns an Explanation. If the
+    metrics differ and a cause is found, the Explanation names the cause of the difference.
 
     Raises:
         UserError: the run, checkpoint or record is missing, the folder is not empty, or the run
@@ -175,7 +175,7 @@ def bisect(
 
 
 def as_tree(found: Explanation) -> dict[str, Any]:
-    """Converts the explanation to a dict for JSON, and replaces non-finite numbers by null."""
+    """Converts an Explanation to a dict for JSON, and replaces non-finite numbers by None."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):

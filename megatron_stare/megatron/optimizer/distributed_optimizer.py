@@ -156,8 +156,8 @@ class _Stretch:
     def held(self) -> dict[str, Tensor]:
         """Returns the tensors that a checkpoint saves for the stretch, keyed by kind. The stretch
         is the contiguous range of a parameter's elements from `start` to `stop`. The number of
-        elements in each tensor is `stop - start`. A float32 parameter is not included, because it
-        is saved with the model."""
+        elements in each tensor is `stop - start`. For a float32 parameter, the dict contains only
+        the moments, because the parameter itself is saved with the model."""
         held = {name: self.state[name] for name in MOMENTS}
         if self.parameter.dtype != torch.float32:
             held["param"] = read_master(self.updated, self.state)
@@ -189,7 +189,7 @@ def _shards(
 ) -> Iterator[tuple[_Stretch, dict[str, Tensor], list[ShardedTensor]]]:
     """Yields three values for each stretch of this rank: the _Stretch, a dict of the tensors that a
     checkpoint saves for the stretch, and a list of ShardedTensors. The ShardedTensors describe the
-    tensors of the dict as parts of the whole model's tensors."""
+    saved tensors as parts of the whole model's tensors."""
     found, _ = extract_sharded_tensors_and_factories(dict(parameters))
     whole = {id(part.data): part for part in nested_values(found)}
     for stretch in _stretches(optimizer):

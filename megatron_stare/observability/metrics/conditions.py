@@ -105,8 +105,8 @@ class Found(NamedTuple):
     """Result of a condition for a step: whether the condition holds, and values that explain the
     result.
 
-    `measured`: the explaining values by name. The mapping is empty if the condition reports no
-        values.
+    `measured`: the values that explain the result, by name. The mapping is empty if the condition
+        reports no values.
     """
 
     holds: bool
@@ -240,12 +240,12 @@ class Collapse(Condition):
 
 class _Sides(Window):
     """Records for each step whether entropy was above the target's band (1), below the band (-1) or
-    inside the band (0). For a step without a target, records NaN.
+    inside the band (0). If a step has no entropy target, records NaN.
 
     Entropy can jump over the whole band from one step to the next. If no earlier step was inside
-    the band, a jump over the whole band counts as reaching the target. If entropy reaches its
-    target by a jump over the whole band, `_Sides` records 0 for the step after the jump, although
-    the entropy of this step is outside the band.
+    the band, a jump over the whole band counts as reaching the target. If a jump counts as reaching
+    the target, `_Sides` records 0 for the first step after the jump, although the entropy of this
+    step is outside the band.
     """
 
     reached = False

@@ -3,7 +3,8 @@ phase, or contains a note for the user.
 
 The driver loop calls the monitor. If a sink fails during the run, the run and the other sinks
 continue. The run ends only if a sink cannot start, or if the sink that writes the run's record
-fails. If the run restarted by itself, only an essential sink that cannot start ends the run.
+fails. If the run restarted by itself, a sink that cannot start ends the run only if the sink is
+essential.
 """
 
 from __future__ import annotations

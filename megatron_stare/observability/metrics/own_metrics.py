@@ -15,8 +15,8 @@ WHERE = "observability.metrics"
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
-    """Loads the functions in `names`. Each name is a dotted path or has the form
-    `file.py:function`.
+    """Loads the functions in `names`. Each entry of `names` is the dotted path of a function, or
+    has the form `file.py:function`.
 
     Raises:
         ConfigError: a function does not exist or is not callable.

@@ -40,9 +40,9 @@ Figures = Mapping[str, float | None]
 @dataclass(frozen=True)
 class Headline:
     """Text of the report's first screen. `sentence` summarises the run. If sampled responses were
-    evaluated, `sentence` includes their pass@1, or avg@k for k responses per problem. `greedy`
-    states the pass@1 of greedy decoding, for comparison with the result of sampled responses.
-    `remarks` are further explanations."""
+    evaluated, `sentence` includes their result: pass@1 with one response per problem, or avg@k with
+    k responses per problem. `greedy` states the pass@1 of greedy decoding, for comparison with the
+    result of sampled responses. `remarks` are further explanations."""
 
     sentence: str
     greedy: str = ""
@@ -110,8 +110,8 @@ def alike(runs: Sequence[RunRecord]) -> list[str]:
     """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
     steps. The sentence states up to which step the entropy and the reward of the two runs are
     equal. The sentence also says that the lines of the two runs cover each other in the charts. If
-    the gate of at least one of the two runs stayed closed in all the equal steps, the sentence
-    names the closed gate as the reason."""
+    the gate of one or both runs stayed closed in all steps with equal entropy and reward, the
+    sentence gives the closed gate as the reason."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:

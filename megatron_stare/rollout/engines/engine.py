@@ -274,7 +274,8 @@ class ServedEngine(Engine):
     def end_sent_update(self, sent: Sequence[Any]) -> None:
         """Ends an update in which the trainer's ranks sent the weights directly to the target of
         `sync_target`. After direct sends, call `end_sent_update` instead of `end_weight_update`.
-        Both methods make the same checks, but `end_sent_update` returns nothing.
+        The method `end_sent_update` makes the same checks as `end_weight_update`, but returns
+        nothing.
 
         Args:
             sent: the report of each rank.

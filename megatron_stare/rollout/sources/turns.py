@@ -131,8 +131,8 @@ class Turns:
     def _add(
         self, answer: Answer, result: GenerateResult, asked: int, limit: int, stops: tuple[str, ...]
     ) -> None:
-        """Appends an engine's tokens to the answer. If these tokens finish the answer, sets the
-        finish reason and the text of the answer."""
+        """Appends an engine's tokens to the answer. If the appended tokens finish the answer, also
+        sets the answer's finish reason and text."""
         first, reason = not len(answer), result.finish_reason
         answer.add(result)
         paused = reason == "stop" and int(result.output_ids[-1]) not in self._params.stop_token_ids

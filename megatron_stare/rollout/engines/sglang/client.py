@@ -321,8 +321,8 @@ def collector_at_rest() -> Iterator[None]:
 
 
 async def everywhere(*calls: Any) -> list[Any]:
-    """Waits until all calls have ended. If calls failed, raises the error of the first failed call
-    in the order of the arguments."""
+    """Waits until all calls have ended. If one or more calls failed, raises the error of the failed
+    call that comes first in `calls`."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

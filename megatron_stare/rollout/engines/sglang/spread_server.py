@@ -86,8 +86,9 @@ class SpreadServer(ServerProcess):
             self._fall("\nand ".join(nodes))
 
     def _fall(self, how: str) -> None:
-        """Records how the server ended. Keeps only the first report. Later reports do not name the
-        cause, because the end of one process also ends the server's other processes."""
+        """Records how the server ended. Keeps only the first report. When one process of the server
+        ends, the other processes end as well, so later reports would name processes that are not
+        the cause."""
         if not self._closing.is_set():
             self._fallen = self._fallen or how
 
