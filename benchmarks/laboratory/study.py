@@ -106,21 +106,21 @@ OPENING = """\
 
 <!-- made by benchmarks/laboratory/study.py -->
 
-This page shows in which toy worlds entropy control raises accuracy. The worlds are so small that
-all responses can be enumerated.
+Entropy control raises accuracy in some toy worlds and not in others. This page shows in which. The
+worlds are so small that all responses can be enumerated.
 
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
 
 A world has about eight prompts. Each prompt is the root of a tree of token choices. The policy
 stores separate logits for every state of the tree, and samples a token from the softmax of these
-logits. The gradient of a prompt is the average of its own gradient and the mean gradient of all
-prompts, so an update on one prompt also changes the policy on other prompts, as in a network.
-Entropy, expected reward and pass@k are exact. The laboratory implements this project's methods a
-second time; `tests/test_laboratory.py` compares both implementations. *By critical surprisal* is an
-experiment, not a method of this project. *By critical surprisal* selects all tokens whose surprisal
-exceeds the critical surprisal of their state; the number of selected tokens is not fixed. STARE's
-methods named *strong* have W = 2 or 3, M = 0.2 and a share P of 0.3.
+logits. A prompt's logits move by the average of this prompt's gradient and the mean gradient of all
+prompts. A sample for one prompt therefore also changes the policy on other prompts, as in a
+network. Entropy, expected reward and pass@k are exact. The laboratory implements this project's
+methods a second time; `tests/test_laboratory.py` compares both implementations. *By critical
+surprisal* is an experiment, not a method of this project. *By critical surprisal* selects all
+tokens whose surprisal exceeds the critical surprisal of their state; the number of selected tokens
+is not fixed. STARE's methods named *strong* have W = 2 or 3, M = 0.2 and a share P of 0.3.
 
 Each cell has {seeds} seeds, and each seed generates a different world. All methods of a cell have
 the same worlds and the same random numbers. A difference counts as proven if it is more than
@@ -140,7 +140,7 @@ run. OPEFO and GEPO are not in the maps, because their formulas are inferred.
 ## Where methods differ from the first of each map
 
 If neither a method nor the map's first method depends on a setting (a target, for example), several
-cells of the map repeat the same training. The table counts a repeated training once.
+cells of the map contain the same training. The table counts this training once.
 """
 CHOOSING = """\
 Each map varies two settings. Each row of the first table is about one setting of a map, and gives

@@ -241,8 +241,9 @@ class TrainerGroup:
         return here
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """Returns, for each rank, the shape and dtype of every tensor that the rank would write in
-        an export, by Hugging Face name. Exactly one rank writes each tensor."""
+        """Returns a dict for each rank. Its keys are the Hugging Face names of the tensors that the
+        rank would write in an export; its values are the shapes and dtypes of these tensors.
+        Exactly one rank writes each tensor."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:

@@ -93,8 +93,8 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 def with_new_names(config: Tree) -> Tree:
     """Renames the sections in RENAMED, and moves the settings of the former section `services` to
-    the sinks that have these settings now. If the configuration does not contain a former section,
-    the function does not add the renamed section."""
+    the sinks that have these settings now. Adds no section to a
+    configuration without the former section."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}

@@ -224,7 +224,7 @@ def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
 
 
 def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
-    """Merges layers and overrides into sections, without validation.
+    """Returns the sections that result from the layers and the overrides, without validation.
 
     Raises:
         ConfigError: an override is not of the form `key.sub=value`.

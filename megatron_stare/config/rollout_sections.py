@@ -377,7 +377,7 @@ class AgreementConfig(Section):
     servers have 8-bit weights or an 8-bit cache. A difference above a limit stops the run. If a
     limit is null, its default value applies, which docs/diagnostics.md explains. If trainer,
     engines, weights and cache all use 32 bits, the only limit is sglang.agreement_limit, which
-    applies to the log-prob difference of every single token."""
+    applies to the log-prob difference of each token."""
 
     mean: float | None = Field(
         None,

@@ -261,9 +261,9 @@ class ChatFormat:
 
 
 def encodable(text: str) -> str:
-    """Returns the text with "?" in place of each half of a surrogate pair. Tokenizers and files
-    refuse such a half. A service that cuts texts at UTF-16 units may send half of a surrogate
-    pair."""
+    """Returns the text with "?" in place of each half of a surrogate pair, which could neither be
+    tokenized nor written to a file. A service that cuts texts at UTF-16 units may send half of a
+    surrogate pair."""
     return text.encode(errors="replace").decode()
 
 

@@ -73,9 +73,9 @@ class Qwen3Moe(Qwen3):
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Splits a transformers parameter, in which a layer's experts are stacked, into the
-        checkpoint's tensors. In the stacked parameter `gate_up_proj`, the rows of an expert's
-        matrix `gate_proj` come before the rows of the expert's matrix `up_proj`."""
+        """Splits a parameter of the transformers model into the checkpoint's tensors. The parameter
+        stacks all experts of a layer. In the stacked parameter `gate_up_proj`, the rows of an
+        expert's matrix `gate_proj` come before the rows of the expert's matrix `up_proj`."""
         layer, _, last = name.rpartition(".")
         views: dict[str, Tensor] = {}
         if not layer.endswith(".experts"):

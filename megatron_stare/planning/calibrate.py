@@ -171,8 +171,8 @@ def _parts(
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Returns the medians of a run's time and length metrics. Leaves out the first WARM_UP steps.
-    Raises DataError if fewer than LEAST steps remain."""
+    """Returns the medians of a run's time and length metrics over all steps but the first
+    `WARM_UP`. Raises DataError if the run has fewer than `LEAST` further steps."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

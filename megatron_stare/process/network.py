@@ -71,8 +71,8 @@ def require_own_address(host: str, where: str) -> None:
 
 def free_port(host: str, ports: Sequence[int], following: int = 0) -> int:
     """Returns a free TCP port at `host`, an address of this machine. The port is drawn at random
-    from `ports`. The number 0 in `ports` stands for any port. The next `following` port numbers
-    after the returned port must be free, too.
+    from `ports`. The number 0 in `ports` stands for any port. `following` is the number of
+    ports directly after the returned port that must be free, too.
 
     Raises:
         ConfigError: none of the ports that were tried is free.

@@ -72,7 +72,7 @@ class RankBatch:
 
     `index`: the position's index among the response positions of the whole batch.
     `sequence`: the index of the position's sample.
-    `position`: the index of the position's token in the response, counted from 0.
+    `position`: the token's index in the response, counted from 0.
     `held`: the position's index in the share's response columns, such as `rollout_log_probs`.
 
     Args:

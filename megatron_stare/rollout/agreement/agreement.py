@@ -204,8 +204,8 @@ def canary_verdict(
 def rollout_verdict(
     sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits
 ) -> str:
-    """Returns a text with the likely cause if the log-probs of sampled tokens differ between engine
-    and trainer, although the log-probs of the canary agree.
+    """Returns a text that names a likely cause of this contradiction: the log-probs of the canary
+    agree between engine and trainer, but the log-probs of sampled tokens differ.
 
     Args:
         sampled: differences between engine and trainer, with the trainer's log-probs at the run's

@@ -1,7 +1,7 @@
 """Sets limits on the difference between the log-probs of engine and trainer, for each compute
 dtype. Pure.
 
-In float32, one limit applies to the difference of every single token. In 16-bit dtypes, and in the
+In float32, one limit applies to the log-prob difference of each token. In 16-bit dtypes, and in the
 8-bit dtypes of the servers' weights, keys and values, limits apply to the mean difference, to high
 quantiles, and to the growth of the mean over a run (observability/metrics/rules.py).
 """
@@ -41,7 +41,7 @@ class Limits:
     """Limits, in nats, on the log-prob differences between engine and trainer. None means
     unlimited.
 
-    `largest`: limit on the log-prob difference of every single token. Only float32 has a default
+    `largest`: limit on the log-prob difference of each token. Only float32 has a default
         for `largest`. In float32, differences from rounding are three orders of magnitude smaller
         than differences from any fault. In 16-bit dtypes, the log-probs of engine and trainer for a
         single token can differ by tenths of a nat to several nats, even without a fault.

@@ -241,8 +241,8 @@ class AsynchronousSource(RolloutSource):
             settled.set()
 
     async def _taken(self, step: int) -> Collected:
-        """Waits until the step has begun and its last trajectory is verified. If the step or the
-        task `_make_ahead` failed, raises the error of this failure."""
+        """Waits until the step has begun and its last trajectory is verified. If the task
+        `_make_ahead` or the collection of the step failed, raises the exception that ended it."""
         making = self._making
         if making is None or step > self._last:
             raise ValueError(

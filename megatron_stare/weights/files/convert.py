@@ -248,8 +248,8 @@ def _copied(
     both formats. This copy (copy_file_range) costs half as much as reading the block into this
     process and writing the block from this process.
 
-    Returns the number of copied bytes. Copies nothing and returns 0 if the block's bytes differ
-    between the two formats or are not contiguous.
+    Returns the number of copied bytes. If the block's bytes differ between the two formats or are
+    not contiguous, copies nothing and returns 0.
     """
     (at, *others), entry = block.hf, part.entries[block.hf[0].name]
     if others or DTYPES[entry.dtype] != checkpoint.dtypes[place.key]:
