@@ -1,5 +1,6 @@
-"""GRPO Done Right (arXiv 2503.20783) omits two divisions that GRPO makes. These divisions favour
-long wrong answers and easy questions. Short name: Dr. GRPO.
+"""GRPO Done Right (arXiv 2503.20783) omits two divisions of GRPO. The division by the response's
+length favours long wrong answers. The division by the standard deviation of the rewards favours
+questions that are too easy or too hard. Short name: Dr. GRPO.
 
     A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)
 

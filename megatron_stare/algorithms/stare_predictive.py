@@ -14,10 +14,10 @@ Here c is a token's coefficient in the loss. Tokens whose Phi is not negative ke
 After the update the trainer measures y, the change in the mean entropy of the same tokens. The
 controller fits the line y = kappa u + d to the forecasts u and the measured changes y. The fit uses
 recursive least squares with a forgetting factor (Ljung, System Identification, 1999, section 11.2).
-The mean entropy of other tokens, such as the tokens of the next batch, changes by y + b, where y is
-the measured change and b is a further change. A state estimator tracks the policy's mean entropy h
-and the further change b of other tokens. The inputs of the estimator are the mean entropy of every
-batch and the measured changes y. Before the next update:
+The mean entropy of other tokens, such as the tokens of the next batch, changes by y + b. Here b is
+the difference between the change for other tokens and the measured change y. A state estimator
+tracks the policy's mean entropy h and this difference b. The inputs of the estimator are the mean
+entropy of every batch and the measured changes y. Before the next update:
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
@@ -175,7 +175,7 @@ class StarePredictive(Stare):
         }
 
     def target(self, step: Tensor) -> Tensor:
-        """Returns the target entropy of a step, 0-dim float64. Steps count from 0."""
+        """Returns the target entropy of a step as a 0-dim float64 tensor. Steps count from 0."""
         assert self.entropy_target is not None
         begins = torch.full_like(step, self.entropy_target)
         if self.target_end is None:
@@ -295,8 +295,9 @@ class StarePredictive(Stare):
         return state | {name: torch.where(finite, new[name], state[name]) for name in new}
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
-        """Returns the factor that multiplies every token's advantage, [N] float32. The factor is 1
-        for every token whose Phi is not negative, even in L+ and L-."""
+        """Returns a tensor [N] float32 with one factor for each token. The factor multiplies the
+        token's advantage. The factor is 1 for every token whose Phi is not negative, even in L+ and
+        L-."""
         return torch.where(self._sure(batch), super().weights(batch, statistics, state), 1.0)
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
@@ -311,6 +312,6 @@ class StarePredictive(Stare):
 
     @staticmethod
     def _sure(batch: TokenBatch) -> Tensor:
-        """Returns the mask of the tokens whose Phi is negative, [N] bool. STARE assumes that all
-        tokens of L+ and L- have a negative Phi."""
+        """Returns a mask [N] bool that is True for each token whose Phi is negative. STARE assumes
+        that all tokens of L+ and L- have a negative Phi."""
         return is_rare(sensitivity_of(batch))

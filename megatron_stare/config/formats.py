@@ -1,10 +1,10 @@
 """Upgrades older formats of a run's config.yaml, and of the run_state.json in each checkpoint.
 
-config.yaml and run_state.json store their format number under the key "format". FORMAT is the
+config.yaml and run_state.json store their format number under the key "format". `FORMAT` is the
 current format number. A file without a format number has format 1. When a file of an older release
 is read, its content is upgraded one format at a time. Reading does not change the file on disk.
 Only a resumed run writes the upgraded content to disk. An incompatible change of config.yaml or
-run_state.json needs one more entry in UPGRADES and no other code.
+run_state.json needs one more entry in `UPGRADES` and no other code.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 
 def with_new_names(config: Tree) -> Tree:
-    """Renames the sections in RENAMED, and moves the settings of the former section `services` to
-    the sinks that have these settings now. Adds no section to a
-    configuration without the former section."""
+    """Renames the sections in `RENAMED`, and moves the settings of the former section `services` to
+    the sinks that have these settings now. Adds no section to a configuration without the former
+    section."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}

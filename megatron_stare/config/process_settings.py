@@ -4,8 +4,8 @@ values for conflicts.
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. If NCCL_CUMEM_ENABLE or NCCL_NVLS_ENABLE is not set, an SGLang server sets the
 variable to 0 before the server's first collective. For each of the two NCCL variables, the dict
-AGREED lists the SGLang flags that set the variable to 1. A server that is started with one of these
-flags always sets the flag's variable to 1 in the server's own environment.
+`AGREED` lists the SGLang flags that set the variable to 1. A server that is started with one of
+these flags always sets the flag's variable to 1 in the server's own environment.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def shared_environment(config: Config) -> dict[str, str]:
 
 
 def _of_servers(config: Config, name: str) -> str:
-    """Returns the value that the environment variable `name`, a key of AGREED, has in the run's
-    servers."""
+    """Returns the value of the environment variable `name` in the run's servers. `name` must be a
+    key of `AGREED`."""
     given = config.sglang.environment.get(name) or config.runtime.env.get(name)
     return given or ("1" if _forced(config, name) else "0")
 

@@ -60,8 +60,8 @@ class Published:
 
     `setting`: the dotted name of the setting. Entries of a list are selected by their names, as in
         eval.tasks.aime24.samples.
-    `source`: a mark from the table `sources` of published.yaml, a colon, and the line or place in
-        the source.
+    `source`: short name of the source, a colon, and the line or place in the source, such as
+        'R:96'. The table `sources` of published.yaml contains the short names.
     `here`: the recipe's value if it differs from the published value.
     `because`: the reason why the recipe's value differs from the published value.
     `wanted`: the value that the setting must have in the recipe.
@@ -135,7 +135,7 @@ def refused() -> Mapping[str, str]:
 
 def sources() -> Mapping[str, str]:
     """Returns the sources of published values as a dict. The keys are the short names of the
-    sources, such as 'R-readme'. A short name is also called a mark."""
+    sources, such as 'R-readme'."""
     return dict(_tables()["sources"])
 
 

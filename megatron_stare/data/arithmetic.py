@@ -42,7 +42,8 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """Name that all reorderings of the problem share, such as '14+27+58'."""
+        """Name of the problem, such as '14+27+58'. All reorderings of a problem have the same
+        name."""
         return "+".join(map(str, sorted(self.operands)))
 
 

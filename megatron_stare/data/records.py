@@ -333,7 +333,7 @@ _MISSING = object()
 
 
 def _get(fields: dict[str, Any], key: str) -> Any:
-    """Returns the value of a key or dotted key, or _MISSING if the row does not have the key."""
+    """Returns the value of a key or dotted key, or `_MISSING` if the row does not have the key."""
     value: Any = fields
     for part in [key] if key in fields else key.split("."):
         if not isinstance(value, dict) or part not in value:

@@ -263,8 +263,8 @@ def export_policy(
     stops: Collection[int] = (),
 ) -> None:
     """Writes the policy to the folder `target`, and copies config and tokenizer from the folder
-    `companions_from`. If `target` already exists, replaces `target` after the new folder is
-    complete.
+    `companions_from`. If `target` already exists, the new folder replaces `target` when the new
+    folder is complete.
 
     Args:
         stops: ids of tokens that end a response, in addition to the stop tokens of the generation

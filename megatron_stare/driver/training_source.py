@@ -1,5 +1,5 @@
-"""Wraps the rollout source of training. The wrapper adds advantages to batches, verifies each
-weight sync, and offloads engines that share devices with the trainer."""
+"""Wraps a rollout source. The wrapper adds advantages to batches, verifies each weight sync, and
+offloads engines that share devices with the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron_stare.weights.sync.target import WeightStream
 
 
 class TrainingSource(RolloutSource):
-    """Wraps a rollout source for training.
+    """Wraps a rollout source, and does the work that only training needs, such as the computation
+    of advantages.
 
     Args:
         source: produces the batches.
@@ -44,8 +45,8 @@ class TrainingSource(RolloutSource):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:
-        """See RolloutSource. If the driver has received a signal that ends the run, skips the
-        weight sync, because the run will sample no more responses.
+        """See RolloutSource. If the driver has received a signal that ends the run, the weight sync
+        is skipped, because the run will sample no more responses.
 
         Raises:
             AgreementError: the engines do not compute with the published weights.

@@ -190,10 +190,10 @@ class Tools(Environment):
         all tokens that remain for the response.
     `earlier_thinking`: the treatment of the thinking from earlier turns if the chat template omits
         this thinking. If `earlier_thinking` is 'keep', the sampled thinking stays in the context.
-        If `earlier_thinking` is 'branch', the environment begins a branch. The context of the
-        branch is the history, rendered by the chat template. The next turn is sampled and trained
-        with the branch's context. If `earlier_thinking` is 'refuse', the environment raises an
-        error.
+        If `earlier_thinking` is 'branch', the environment begins a new branch of the response. The
+        context of the new branch is the history, rendered by the chat template. The next turn is
+        sampled and trained with this context. If `earlier_thinking` is 'refuse', the constructor
+        raises ConfigError for such a chat template.
     `call_seconds`: the time limit of a call. If a call exceeds the limit, the policy gets an error
         as the answer. If the tool's function is not async, the function continues to run in its
         thread after the limit.
@@ -205,7 +205,7 @@ class Tools(Environment):
     `sandbox_url`: the URL of a server that uses SandboxFusion's protocol. Set `sandbox_url` only
         for the sandbox `remote`.
     `sandbox_workers`: the number of programs that can run in the sandbox at the same time.
-    `memory_mb`: the memory limit of a program in the sandbox, in 2**20 bytes.
+    `memory_mb`: the memory limit of a program in the sandbox, in MiB (2**20 bytes).
 
     Raises:
         ConfigError: a tool cannot be read, two tools have the same name, the sandbox does not work
@@ -508,8 +508,9 @@ def _error(text: str) -> Answer:
 
 
 def _checker(function: Callable[..., Any]) -> Callable[..., None]:
-    """Returns a checker. The checker raises an error if `function` does not accept the checker's
-    arguments. The checker never calls `function`."""
+    """Returns a checker for calls of `function`. The checker takes the arguments of a call, and
+    raises an error if `function` does not accept these arguments. The checker never calls
+    `function`."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -519,8 +520,9 @@ def _checker(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _disguise(stub: Any, function: Callable[..., Any]) -> None:
-    """Gives `stub` the name, docstring and parameters of `function`, except for the parameter that
-    receives the call's id, and for parameters that the configuration has set."""
+    """Gives `stub` the name, docstring and parameters of `function`. Two kinds of parameters are
+    left out: the parameter that receives the call's id, and the parameters that the configuration
+    has set."""
     inner, left_out = function, {CALL_ID}
     if isinstance(function, functools.partial):
         inner, left_out = function.func, {CALL_ID, *function.keywords}
@@ -586,8 +588,8 @@ def _read_tool(extension: Extension) -> ToolKind:
 
 def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the name and the schema of a tool, as the policy sees them. If the function has an
-    attribute `schema`, returns this schema. Otherwise, derives the schema from the function's type
-    annotations and docstring."""
+    attribute `schema`, this attribute is the schema. Otherwise, the schema is derived from the
+    function's type annotations and docstring."""
     if (own := getattr(function, "schema", None)) is not None:
         return str(own["function"]["name"]), own
 

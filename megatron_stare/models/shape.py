@@ -91,7 +91,8 @@ class ModelShape:
         )
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
-        """Returns the number of vocabulary rows after Megatron's padding. The padding makes the
-        number of rows on each of the `tp` ranks a multiple of `multiple`."""
+        """Returns the number of vocabulary rows after Megatron's padding. After the padding, each
+        of the `tp` ranks has the same number of rows, and this number is divisible by
+        `multiple`."""
         unit = multiple * tp
         return -(-self.vocab_size // unit) * unit

@@ -10,8 +10,8 @@ Shape legend: B samples; S branches; N response positions of all samples, concat
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
 weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
 order: by prompt cursor, then by sample number. Branches are ordered by sample, then by the position
-of their first token in the response. In a RankShare, the lower-case letters n, t and r stand for
-the response positions, all positions and the runs of the rank's own branches alone.
+of their first token in the response. In the shapes of a RankShare, lower-case letters count only
+the rank's own branches: n response positions, t positions including contexts, and r runs.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Branches:
 
 
 class _Columns:
-    """Properties that RolloutBatch and RankShare both have. In a RankShare, the lower-case letters
-    n and r stand for the response positions and the runs of the rank's own branches alone."""
+    """Properties that RolloutBatch and RankShare both have. In the shapes of a RankShare,
+    lower-case letters count only the rank's own branches: n response positions and r runs."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -97,7 +97,7 @@ class _Columns:
 
     @property
     def branch_groups(self) -> Tensor:
-        """[S] int64 prompt group of every branch."""
+        """[S] int64: for each branch, the index of its prompt group."""
         return self.groups if self.branched is None else self.groups[self.branched.samples]
 
     @property
@@ -153,8 +153,8 @@ class RolloutBatch(_Columns):
         return replace(self, trajectories=self.trajectories[:samples], **columns)
 
     def share(self, branches: Sequence[int]) -> RankShare:
-        """Returns the share of one rank. `branches` lists the branches of this rank, in ascending
-        order.
+        """Returns the RankShare of one rank. `branches` lists the branches of this rank, in
+        ascending order.
 
         The returned RankShare contains copies of the batch's tensors instead of views, because
         serialising a view would serialise the whole tensor behind the view. If the rank has all
@@ -196,8 +196,8 @@ class RolloutBatch(_Columns):
 
     def _flat(self, branches: Sequence[int]) -> dict[str, Tensor]:
         """Selects the column entries that belong to the branches in `branches`, and returns these
-        entries as a dict. The keys of the dict are the columns' names. The dict covers the columns
-        with one entry per token. The dict also contains the columns `run_versions` and
+        entries as a dict. The keys of the dict are the columns' names. The dict contains all
+        columns with one entry per token. The dict also contains the columns `run_versions` and
         `run_lengths`. `run_versions` and `run_lengths` have one entry per run of consecutive tokens
         that were sampled with the same weight version."""
         lengths, responses, runs = (
@@ -217,8 +217,7 @@ class RolloutBatch(_Columns):
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
         """Builds a batch. The trajectories are sorted into canonical order and concatenated. The
-        routed experts, by far the largest column, are moved into the batch and removed from the
-        trajectories.
+        column `experts`, by far the largest column, is moved from the trajectories into the batch.
 
         Raises:
             DataError: the columns of a trajectory have different lengths, its branches are not in
@@ -326,8 +325,8 @@ class _Branch(NamedTuple):
 def _laid_out(
     sample: int, trajectory: Trajectory, prompts: Mapping[int, Tensor]
 ) -> Iterator[_Branch]:
-    """Yields the branches of a trajectory, except the branches without response tokens. If no
-    branch has response tokens, yields the first branch."""
+    """Yields the branches of a trajectory that have response tokens. If no branch has response
+    tokens, only the first branch is yielded."""
     prompt = prompts[trajectory.prompt.cursor]
     if not trajectory.branches:
         yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions, of_prompt=True)

@@ -76,8 +76,8 @@ data row."""
 
 @dataclass
 class Answers:
-    """Stores the answers of one caller, the queue of those answers that no worker has received yet,
-    and the verdicts that are known so far."""
+    """Stores the answers that one caller submitted, and the verdicts that have arrived so far. The
+    queue contains the answers that wait for a worker."""
 
     texts: dict[int, Asked] = field(default_factory=dict)
     queue: deque[int] = field(default_factory=deque)
@@ -273,7 +273,7 @@ class VerifierPool:
 
     def _advance(self, answers: Answers, wait: bool = True) -> None:
         """Waits until a worker sends a message, ends, or exceeds its time limit. Then handles this
-        event. If `wait` is False, handles only the events that have already happened."""
+        event. If `wait` is False, `_advance` handles only the events that have already happened."""
         now = time.monotonic()
         for slot in self._slots:
             self._watch(slot)
@@ -364,10 +364,10 @@ class VerifierPool:
 
     def _watch(self, slot: _Slot) -> None:
         """Registers a worker's socket with the pool's I/O selector (Python's module `selectors`).
-        The I/O selector reports the socket as ready if the socket has a message from the worker.
-        While the pool has unsent data for the worker, the I/O selector also reports the socket as
-        ready if the socket can take more data. Makes no system call if the socket is already
-        registered for the same kinds of events."""
+        The I/O selector reports the socket as ready if the socket has a message from the worker. If
+        the pool has unsent data for the worker, a socket that can take more data also counts as
+        ready. Makes no system call if the socket is already registered for the same kinds of
+        events."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
         if slot.process.fileno() in self._selector.get_map():
             self._selector.modify(slot.process, events)

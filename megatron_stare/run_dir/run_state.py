@@ -107,7 +107,7 @@ class Staged:
     `final`: path of the completed checkpoint.
     `folder`: temporary folder that contains the unfinished checkpoint.
     `state`: run state as JSON.
-    `beside`: contents of the driver's additional files, by name.
+    `beside`: the content of each additional file of the driver, by file name.
     """
 
     final: Path

@@ -196,12 +196,12 @@ def local(of_response: Tensor, rollout_data: Mapping[str, Any], row: int) -> Ten
 
 
 def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three index tensors [N] with one element for each token of this rank. A row is one
-    response. The first tensor contains, for each token, the index of the first token of the token's
-    row. The second tensor contains, for each token, the token's position in the token's row. The
-    third tensor contains, for each token, the index of the rollout to which the token's row
-    belongs. Tokens and rollouts are numbered over the whole batch, so the indices do not depend on
-    the parallel layout."""
+    """Returns three index tensors [N] with one element for each token of this rank. The first
+    tensor contains, for each token, the index of the first token in the same response. The second
+    tensor contains, for each token, the token's position in the response. The third tensor
+    contains, for each token, the index of the rollout to which the response belongs. Tokens and
+    rollouts are numbered over the whole batch, so the indices do not depend on the parallel
+    layout."""
     device = rollout_data["loss_masks"][0].device
     positions = torch.as_tensor(rollout_data["partition"], device=device)
     lengths = torch.as_tensor(rollout_data["response_lengths"], device=device).long()
@@ -229,8 +229,9 @@ def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor,
 
 
 def changed(rollout_data: Mapping[str, Any]) -> str | None:
-    """Checks slime's results. Returns a message about the first result that the adapter cannot use.
-    Returns None if the adapter can use all results."""
+    """Checks the log-probs, entropies and advantages that slime has computed. Returns a message
+    about the first of these tensors that the adapter cannot use. Returns None if the adapter can
+    use all of these tensors."""
     for row, mask in enumerate(rollout_data["loss_masks"]):
         kept = local(mask, rollout_data, row).bool()
         for name in ("log_probs", "entropy", "advantages"):

@@ -4,14 +4,14 @@ pure, and their inputs are the metrics of the steps.
 `explain` first checks whether the unchanged re-run reproduces the record. If the unchanged re-run
 reproduces the record, `explain` checks whether the record contradicts the configuration. If the
 unchanged re-run does not reproduce the record, `explain` compares every re-run with the record,
-step by step. A change explains the record if the re-run with this change equals the record for more
-steps than the re-run without a change. `explain` counts the steps before the first step that
-differs from the record. If no re-run with a change equals the record for more steps, `explain`
-searches for a change that brings every figure (entropy, agreement and reward) close to the record.
-If the record is still not explained, `explain` checks the harmless changes, such as another layout.
-In a correct run, a harmless change alters the first step's metrics only by rounding errors. If the
-first step's metrics change by more than rounding errors, the run is not correct, and the change
-explains the record.
+step by step. For each re-run, `explain` counts the steps before the first step that differs from
+the record. A change explains the record if the re-run with this change has a higher count than the
+unchanged re-run. If no re-run has a higher count than the unchanged re-run, `explain` searches for
+a change that brings every figure (entropy, agreement and reward) close to the record. If the record
+is still not explained, `explain` checks the harmless changes, such as another layout. In a correct
+run, a harmless change alters the first step's metrics only by rounding errors. If the first step's
+metrics change by more than rounding errors, the run is not correct, and the change explains the
+record.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ class Line:
     """Result of one re-run.
 
     `equal`: the number of steps before the first step whose metrics differ from the record.
-    `medians`: each figure's median over the steps. A median is NaN if no step has a finite value.
-    `moved`: for each figure, the distance between this re-run and the unchanged re-run, in standard
-        errors.
-    `missed`: for each figure, the distance between this re-run and the record, in standard errors.
+    `medians`: the medians of entropy, agreement and reward over the steps. A median is NaN if no
+        step has a finite value.
+    `moved`: for entropy, agreement and reward, the distance between this re-run and the unchanged
+        re-run, in standard errors.
+    `missed`: for entropy, agreement and reward, the distance between this re-run and the record, in
+        standard errors.
     `breaks`: the names of the metrics whose values in the first step differ between this re-run and
         the unchanged re-run by more than rounding errors. If the change is not marked as harmless,
         `breaks` is empty.
@@ -103,9 +105,9 @@ class Explanation:
         entropy, agreement and reward differ from the record only by the run's noise.
     `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
-    `why`: the conclusion in a sentence.
+    `why`: explanation of the result in words.
     `lines`: results of the re-runs; the re-run without a change comes first.
-    `record`: median of each figure in the record.
+    `record`: the record's medians of entropy, agreement and reward.
     """
 
     reproduced: bool
@@ -242,9 +244,9 @@ def _line(
 
 def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
     """Compares two series of steps, step by step, and returns the number of steps before the first
-    difference. Two steps are equal if both steps have all metrics in FINGERPRINT, and if all
-    metrics that the two steps share have equal values. The metrics in NOT_COMPARED, such as times,
-    are ignored."""
+    difference. Two steps are equal if both steps have all metrics in `FINGERPRINT`, and if all
+    metrics that the two steps share have equal values. The metrics in `NOT_COMPARED`, such as
+    times, are ignored."""
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if not all(name in a and name in b for name in FINGERPRINT):
             return number
@@ -259,10 +261,10 @@ def _same(a: float, b: float) -> bool:
 
 
 def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
-    """Compares the values of the metrics in FINGERPRINT in the first steps of two re-runs. Returns
-    the names of the metrics whose values differ by more than rounding errors. The argument `first`
-    is the first step of the changed re-run, and `sound` is the first step of the unchanged
-    re-run."""
+    """Compares the metrics that `FINGERPRINT` lists, in the first steps of two re-runs. Returns the
+    names of the metrics whose values differ by more than rounding errors. The argument `first`
+    contains the metrics of the changed re-run's first step, and `sound` contains the metrics of the
+    unchanged re-run's first step."""
     share, least = ROUNDING[dtype]
     return tuple(
         name
@@ -293,8 +295,9 @@ def _median(figure: str, rows: Sequence[Row]) -> float:
 
 
 def _noise(figure: str, rows: Sequence[Row]) -> float:
-    """Returns the standard deviation of a figure's noise. The estimate uses the differences between
-    successive steps, so that a trend does not count as noise."""
+    """Estimates the standard deviation of the noise in a figure (entropy, agreement or reward). The
+    estimate uses the differences between successive steps, so that a trend does not count as
+    noise."""
     values = _values(figure, rows)
     steps = [b - a for a, b in itertools.pairwise(values)]
     if not steps:
@@ -306,9 +309,9 @@ def _noise(figure: str, rows: Sequence[Row]) -> float:
 def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns how far two series of steps differ in each figure, in standard errors. The series are
-    compared step by step. If the distance cannot be computed for entropy, agreement or reward, the
-    result has no entry for this figure."""
+    """Returns the distances between two series of steps in entropy, agreement and reward, in
+    standard errors. The series are compared step by step. If the distance cannot be computed for
+    entropy, agreement or reward, the result has no entry for this figure."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

@@ -93,7 +93,7 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 
 
 def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
-    """Checks an environment variable that AGREED lists. Compares the value that the run sets for
+    """Checks an environment variable that `AGREED` lists. Compares the value that the run sets for
     the variable with the value of the variable in the shell. If the run attaches to servers that it
     did not start, the run's value and the shell's value must be equal.
 
@@ -227,8 +227,9 @@ def _cache(shell: Mapping[str, str]) -> Finding:
 
 
 def check_timeouts(config: Config) -> Finding:
-    """Checks the timeout of collectives, after which a hanging rank is noticed. The timeout may be
-    shorter than a rollout, since ranks run no collective during a rollout; see docs/cluster.md."""
+    """Checks the timeout of collectives. If a rank hangs, the other ranks' collective fails after
+    this timeout. The timeout may be shorter than a rollout, since ranks run no collective during a
+    rollout; see docs/cluster.md."""
     seconds = config.faults.requests.collective_limit(config.runtime.timeout_s)
     if seconds > COLLECTIVE_S:
         return warning(

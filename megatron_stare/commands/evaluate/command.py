@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _shown(task: str) -> Callable[[int, int], None]:
     """Returns a callback that prints a task's progress. On a terminal, the callback updates one
-    line. Without a terminal, the callback prints at most _PARTS + 1 lines."""
+    line. Without a terminal, the callback prints at most `_PARTS` + 1 lines."""
     last = -1
 
     def told(done: int, wanted: int) -> None:

@@ -6,14 +6,14 @@ hidden states of a prompt do not depend on later tokens, so all responses to the
 same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. For both copies, the backward pass copies the gradients in the opposite direction. If
-a token was copied to several places, the backward pass sums the gradients of these places. Plain
-tensor indexing is not used, because its backward pass adds gradients row by row to a tensor of
-zeros.
+results back. The backward pass copies gradients in the opposite direction, first from the results
+to the groups, and then from the groups to the tokens. If a token was copied to several places, the
+backward pass sums the gradients of these places. Plain tensor indexing is not used, because its
+backward pass adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
-tokens. Under context parallelism with C ranks, each rank holds t / C of the micro-batch's t tokens,
-and m = s / C tokens of a group's longest sequence. The total number of places in the groups is p,
+tokens. Under context parallelism with C ranks, each rank holds t / C tokens of the micro-batch, and
+m = s / C tokens of the longest sequence in a group. The total number of places in the groups is p,
 including the places for padding. The function `shared_columns` uses the letter s for the length of
 a packed row. In the packed row, a copy of the prompt precedes each response. The model receives
 only k columns of the packed row.
@@ -42,10 +42,10 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     `fed`: [k] int64 columns that are fed to the model, ascending.
-    `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. If column c
-        is fed to the model, entry c points to column c. If column c is not fed to the model, column
-        c repeats a prompt token of another sample. Entry c then points to the column of this token
-        in the other sample.
+    `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. The index
+        of a column that is fed to the model points to the column itself. A column that is not fed
+        to the model repeats a prompt token of another sample. The index of such a repetition points
+        to the column of the original token.
     """
 
     fed: Tensor
@@ -108,8 +108,8 @@ class Spread:
         return replace(self, index=change(self.index), inverse=change(self.inverse))
 
     def spread(self, tokens: Tensor, *, collected: bool = False) -> list[Tensor]:
-        """Copies tokens [t, ...] to their places, and returns one tensor [b, s, ...] for every
-        group.
+        """Copies the values `tokens` [t, ...] into padded groups of sequences, and returns one
+        tensor [b, s, ...] for every group.
 
         Args:
             collected: if true, take the gradient of a token only from its place in `inverse`. Use
@@ -121,8 +121,9 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """Copies the values at places [p, ...] back to tokens [t, ...]. For each token, `inverse`
-        contains the place from which `collect` reads the token's value."""
+        """Takes the values at all places of the padded groups, [p, ...], and returns the values of
+        the tokens, [t, ...]. For each token, `inverse` contains the place from which `collect`
+        reads the token's value."""
         return _Collect.apply(places, self.inverse)
 
 

@@ -76,8 +76,8 @@ class SequenceLayout(ABC):
         """Returns the part of the grid that this rank feeds to its model."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """If this layout supports prompt sharing, marks all copies of a shared prompt except the
-        first copy. The model skips the marked copies.
+        """Marks all copies of a shared prompt except the first copy, so that the model skips the
+        marked copies. A layout without prompt sharing marks nothing.
 
         Args:
             prompts: [samples of the micro-batch] int64 prompt length of each sample.
@@ -130,8 +130,8 @@ class WholeSequences(SequenceLayout):
         over ranks.
     `each`: each packed sequence is padded until its length is a multiple of this value.
     `uniform`: whether all micro-batches are padded to the shape of the largest micro-batch.
-    `share_prompts`: whether the model is fed a prompt only once if several responses of a
-        micro-batch share the prompt.
+    `share_prompts`: if true, the model processes each prompt of a micro-batch once, and not once
+        per response.
     """
 
     packed: bool = False

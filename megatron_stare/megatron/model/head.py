@@ -116,8 +116,9 @@ class Head:
         from the hidden states `hidden` [s, b, H].
 
         Under sequence parallelism, `hidden` contains the hidden states of this rank's positions
-        only. If `second_moment` is True, also returns two tensors [n] for the entropy sensitivity:
-        sum p^2 and sum p^2 ln p, over the vocabulary.
+        only. If `second_moment` is True, the method also returns two tensors [n] for the entropy
+        sensitivity. The two tensors contain the sums of p^2 and of p^2 ln p over the vocabulary,
+        where p is a token's probability.
         """
         linear = self._linear
         if second_moment:

@@ -164,9 +164,9 @@ def transformer_config(
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Returns Transformer Engine's layers if Transformer Engine and CUDA are available. Without
-    Transformer Engine or CUDA, returns Megatron's local layers with this project's norm, activation
-    and attention."""
+    """Returns Transformer Engine's layers if Transformer Engine and CUDA are available. Otherwise,
+    the returned layers are Megatron's local layers with this project's norm, activation and
+    attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -322,8 +322,8 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yields one pair for each router: the name of the router's expert biases, and the expert
-    biases as a tensor [E] float32. The name of expert biases has the same form as Megatron's
-    parameter names. No optimizer updates expert biases."""
+    biases as a tensor [E] float32. Expert biases are named like Megatron's parameters. No optimizer
+    updates expert biases."""
     for chunk in model:
         for name, buffer in unwrap(chunk).named_buffers():
             if name.endswith(".expert_bias"):
@@ -359,8 +359,8 @@ def is_expert(name: str) -> bool:
 
 
 def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
-    """Returns the index of this rank's part of a weight, and the number of parts, as arguments for
-    `shard` and `Shard`."""
+    """Returns two numbers: the index of this rank's part of a weight, and the number of parts of
+    the weight. `shard` and `Shard` take these two numbers as arguments."""
     cut = getattr(weight, "tensor_model_parallel", False) and not is_expert(name)
     return (layout.tp_rank, layout.tp) if cut else (0, 1)
 
@@ -395,7 +395,8 @@ def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def unwrap(chunk: Any) -> GPTModel:
-    """Returns the GPTModel inside a chunk's wrappers."""
+    """Returns the GPTModel of a model chunk, without the wrappers for mixed precision and data
+    parallelism."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk

@@ -1,7 +1,7 @@
 """Defines the conditions that rules test on the metrics of a step. A condition can compare a step
 with a window of earlier steps. The code here is pure.
 
-Each kind of condition is a class. The table RULES in rules.py lists each condition and its
+Each kind of condition is a class. The table `RULES` in rules.py lists each condition and its
 consequence.
 """
 
@@ -157,7 +157,7 @@ class Above(Condition):
 @dataclass(frozen=True)
 class Equal(Condition):
     """Tests whether the metric equals the value of the field `number`. `Equal` is meant for metrics
-    that are flags."""
+    that are either 0 or 1."""
 
     number: float = 0.0
 
@@ -210,9 +210,9 @@ class TimesMedian(Condition):
 @dataclass(frozen=True)
 class Collapse(Condition):
     """Tests whether entropy has collapsed in a run without an entropy target. Entropy counts as
-    collapsed if two criteria are met. The recent mean of the entropy must be at most FALLEN_SHARE
-    times the mean over the run's first START_STEPS steps. The entropy must also decrease so fast
-    that, at this rate, it would halve in fewer than HALVING_STEPS steps."""
+    collapsed if two criteria are met. First, the recent mean of the entropy is at most
+    `FALLEN_SHARE` times the mean over the run's first `START_STEPS` steps. Second, at the recent
+    rate of decrease, the entropy halves in fewer than `HALVING_STEPS` steps."""
 
     def __str__(self) -> str:
         return (
@@ -240,7 +240,7 @@ class Collapse(Condition):
 
 class _Sides(Window):
     """Records for each step whether entropy was above the target's band (1), below the band (-1) or
-    inside the band (0). If a step has no entropy target, records NaN.
+    inside the band (0). Records NaN for a step without an entropy target.
 
     Entropy can jump over the whole band from one step to the next. If no earlier step was inside
     the band, a jump over the whole band counts as reaching the target. If a jump counts as reaching
@@ -260,7 +260,7 @@ class _Sides(Window):
 @dataclass(frozen=True)
 class OffTarget(Condition):
     """Tests whether entropy has reached its target and has then stayed outside the target's band
-    for OFF_TARGET_STEPS steps in a row. Until entropy reaches its target for the first time, the
+    for `OFF_TARGET_STEPS` steps in a row. Until entropy reaches its target for the first time, the
     condition does not hold."""
 
     def __str__(self) -> str:
@@ -300,7 +300,7 @@ class Grown(Condition):
     difference (`agreement/mean`) is above `least`.
 
     `setting`: name of the run setting that replaces the field `times`, or "" if no setting replaces
-        `times`. If `setting` is not empty, the product of TREND_FLOOR and the run setting
+        `times`. If `setting` is not empty, the product of `TREND_FLOOR` and the run setting
         `agreement.mean` replaces the field `least`.
     """
 

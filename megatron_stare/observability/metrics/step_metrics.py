@@ -175,8 +175,8 @@ class Stopwatch:
 
 class _MemoryProbe:
     """Measures the memory of the run's processes on this node, as proportional set size (Pss), at
-    most once every MEMORY_EVERY_S seconds. Within MEMORY_EVERY_S seconds after a measurement, every
-    call returns the result of this measurement."""
+    most once every `MEMORY_EVERY_S` seconds. Within `MEMORY_EVERY_S` seconds after a measurement,
+    every call returns the result of this measurement."""
 
     def __init__(self) -> None:
         self._read_at = -MEMORY_EVERY_S

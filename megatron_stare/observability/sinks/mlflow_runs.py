@@ -87,8 +87,8 @@ class MlflowRuns(Service):
 
 
 def _named(metric: str) -> str:
-    """Renames a metric for MLflow. The character @ becomes _at_, so that pass@4 becomes pass_at_4.
-    Apart from @, every character that MLflow rejects in a metric's name becomes `_`."""
+    """Renames a metric for MLflow. The character `@` becomes `_at_`, so that pass@4 becomes
+    pass_at_4. All other characters that MLflow rejects in a metric's name become `_`."""
     return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
 
 

@@ -34,8 +34,8 @@ _BETWEEN_STEPS = ("eval", "checkpoint")  # they follow their step's metrics but 
 
 
 def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
-    """Returns a live panel if `out` is a terminal that supports one, and otherwise a printer of
-    plain lines.
+    """Returns a live panel if the output `out` is a terminal that can show the panel, and otherwise
+    a printer of plain lines.
 
     Args:
         total_steps: number of the run's last step.

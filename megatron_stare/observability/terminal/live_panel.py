@@ -70,7 +70,7 @@ _NUMBERS = (
 class View:
     """Snapshot of a run at one moment.
 
-    `series`: the latest values of every metric in SERIES, oldest first; NaN if a step lacked the
+    `series`: the latest values of every metric in `SERIES`, oldest first; NaN if a step lacked the
         metric.
     `seconds`: the duration of each phase when it last ran, in seconds.
     `phase`, `phase_s`: the current phase, and the seconds spent in the phase. `phase` is "" between
@@ -237,8 +237,8 @@ def _body(view: View, width: int, room: int) -> list[Text]:
 
 
 def _charts(view: View, width: int, room: int) -> list[Text]:
-    """Builds the entropy chart. If there is room, also builds the reward chart, which takes a third
-    of the height."""
+    """Builds the entropy chart, and also the reward chart if there is room for both charts. The
+    reward chart takes a third of the height."""
     reward, entropy = view.values("reward/mean"), view.values("entropy/mean")
     beside = 2 if view.values("stare/gate") else 1  # the heading and the gate's strip
     rows = min(_MOST_ROWS, (room - beside - 1) * 2 // 3)

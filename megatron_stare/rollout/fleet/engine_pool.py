@@ -156,7 +156,7 @@ class EnginePool:
             self._fleet.call("abort")
 
     async def _leave(self, serving: Serving) -> bool:
-        """Closes a `Serving` object. Returns True if no other `Serving` object is open."""
+        """Closes a `Serving` object. Returns True if this object was the last open one."""
         serving.close()
         if serving.dispatch.in_use:
             return False

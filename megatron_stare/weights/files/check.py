@@ -61,12 +61,13 @@ def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
 
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
     """Checks a folder, and returns the Entry of every tensor of the model, by tensor name. An Entry
-    states in which file and at which byte the tensor starts.
+    contains the path of the tensor's file, and the position of the tensor's first byte in this
+    file.
 
-    The names and shapes of the tensors must match config.json, the dtypes must be in DTYPES, and no
-    file may end before its last tensor. If the folder stores a tied head besides the embedding, the
-    head and the embedding are compared byte by byte. The check reads the data of a tensor only for
-    this comparison of head and embedding.
+    The names and shapes of the tensors must match config.json, the dtypes must be in `DTYPES`, and
+    no file may end before its last tensor. If the folder stores a tied head besides the embedding,
+    the head and the embedding are compared byte by byte. The check reads the data of a tensor only
+    for this comparison of head and embedding.
 
     Raises:
         DataError: the first mismatch.
