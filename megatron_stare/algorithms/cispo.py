@@ -3,10 +3,11 @@ every token keeps a gradient.
 
     J = (1 / N) sum_{i,t} sg[clip(rho, 1 - low, 1 + high)] A ln p
 
-The paper sets no lower bound for the weight. With low = 1, the lower bound 1 - low is 0 and
-therefore clips no weight. The paper gives no number for the upper bound of the weight. By default,
-`high` is 4, which is the value that slime suggests. In TRL, `epsilon_high` is the upper bound
-itself (rho <= epsilon_high). In this module and in slime, the weight is at most 1 + high.
+The paper sets no lower bound for the weight. With low = 1, the lower bound 1 - low is 0. This bound
+clips no weight, because all weights are positive. The paper gives no number for the upper bound of
+the weight. By default, `high` is 4, which is the value that slime suggests. In TRL, `epsilon_high`
+is the upper bound itself (rho <= epsilon_high). In this module and in slime, the weight is at most
+1 + high.
 """
 
 from __future__ import annotations

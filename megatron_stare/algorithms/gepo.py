@@ -8,9 +8,9 @@ arXiv 2508.17850 is another method, which changes importance weights.
 
 The bounds are updated before the loss of the same step is computed. The first batch sets the
 initial bounds. The formulas come from third-party code that quotes the paper, because no other
-source was available. Two details are inferred. The standard deviation sd divides by the number of
-groups. The mean surprisal H_g covers the group's tokens in the mini-batch of the current optimizer
-step.
+source was available. Two details are inferred. The standard deviation sd is computed with the
+number of groups as divisor. The mean surprisal H_g covers the group's tokens in the mini-batch of
+the current optimizer step.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order, every operator raises the entropy (sensitivity.py). Of the tokens of each advantage
-sign in the whole batch, the rare tokens are the fraction P with the highest surprisal. If a fixed
-probability bound is set, rare tokens are instead the tokens whose probability is below the bound.
-The paper does not define the common tokens. The field `Selection.common` chooses between two
-definitions of the common tokens. With 'complement', all tokens that are not rare are common. With
-'bottom', the common tokens of each advantage sign are the fraction P with the lowest surprisal. The
-page docs/algorithms/stare.md gives the reasons for both definitions of the common tokens.
+To first order, every operator raises the entropy (sensitivity.py). The rare tokens of an advantage
+sign are a fraction P of all tokens of this sign in the whole batch: the tokens with the highest
+surprisal. If a fixed probability bound is set, rare tokens are instead the tokens whose probability
+is below the bound. The paper does not define the common tokens. The field `Selection.common`
+chooses between two definitions of the common tokens. With 'complement', all tokens that are not
+rare are common. With 'bottom', the common tokens of an advantage sign are a fraction P of all
+tokens of this sign: the tokens with the lowest surprisal. The page docs/algorithms/stare.md gives
+the reasons for both definitions of the common tokens.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class Selection:
     rare_below: float | None
 
     def request(self, of: TokenSet, batch: TokenBatch) -> Request:
-        """Returns a request for the set's threshold. If `rare_below` is set, the threshold is
-        already known, and the returned request asks for the number of tokens in the set instead."""
+        """Returns a request for the set's threshold. If `rare_below` is set, the threshold is known
+        in advance, so the method requests only the number of tokens in the set."""
         if self.rare_below is not None:
             return Count(self.members(of, batch, {}))
         # of equal surprisals, the first in canonical order are selected, at either end
@@ -119,10 +120,10 @@ class Selection:
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
         """Returns the bound of the set, a surprisal in nats. The bound separates the set from the
-        other tokens of the same advantage sign. If `share` selects the rare tokens, the bound is
-        the surprisal of the least surprising rare token. If `common` is 'bottom', the common tokens
-        are the tokens with the lowest surprisals, and their bound is the highest surprisal of a
-        common token."""
+        other tokens of the same advantage sign. If the setting `share` determines which tokens are
+        rare, the bound is the surprisal of the least surprising rare token. If `common` is
+        'bottom', the common tokens are the tokens with the lowest surprisals, and their bound is
+        the highest surprisal of a common token."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

@@ -72,8 +72,8 @@ class RequestFaults(Section):
 
     def check(self, remote_call_s: float) -> None:
         """Raises ValueError if the timeout of a collective exceeds the timeout of a remote call.
-        Raises ValueError if all attempts of a request together can exceed the timeout of a rollout.
-        `remote_call_s` is runtime.timeout_s."""
+        Raises ValueError if all attempts of a request together can take longer than the timeout of
+        a rollout. `remote_call_s` is runtime.timeout_s."""
         if self.collective_limit(remote_call_s) > remote_call_s:
             raise ValueError(
                 f"faults.requests.collective_s {self.collective_s:g} exceeds runtime.timeout_s"

@@ -66,9 +66,11 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """Removes repeated problems. If several problems have prompts with the same words and
-    operators, keeps only the first of them. If problems with the same prompt have different
-    answers, keeps none of these problems, because at least one of the answers must be wrong.
+    """Removes repeated problems. Two prompts count as the same prompt if they contain the same
+    words and operators in the same order. If several problems have the same prompt and the same
+    answer, this function keeps only the first of these problems. If problems with the same prompt
+    have different answers, this function keeps none of these problems, because at least one of the
+    answers must be wrong.
 
     If a prompt contains no words and no operators, the whole prompt text is compared instead.
     """

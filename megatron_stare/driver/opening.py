@@ -99,7 +99,7 @@ class Inputs:
 
     def _bos_remark(self) -> list[str]:
         """Returns a remark if prompts lack the BOS token with which the tokenizer begins texts, and
-        [] otherwise. If the run has a chat template, returns [], because the template decides
+        [] otherwise. If the run has a chat template, the result is [], because the template decides
         whether a prompt begins with BOS."""
         if self.config.data.chat_template or self.config.supervised:
             return []
@@ -181,8 +181,8 @@ class Rehearsal(NamedTuple):
 def rehearse(
     config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None
 ) -> Rehearsal:
-    """Makes all checks that a run makes before its workers start. Leaves behind no files and no
-    processes.
+    """Performs all checks that a run performs before the run starts its workers. Leaves behind no
+    files and no processes.
 
     As in a run, the rehearsal starts every verifier in its own process and tests the verifier. The
     rehearsal does not check whether external servers answer. If the memory size of the GPUs is
@@ -241,11 +241,11 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 def remarks(config: Config) -> list[str]:
     """Returns the lines that a dry run prints in addition to the configuration.
 
-    The lines describe the placement on the Ray cluster and the activation memory. The lines also
-    name the `performance` settings that are disabled on this device, and the performance features
-    of Megatron that this package does not support. The lines also list the checks that were skipped
-    because the model, a file or the servers' software is not on this machine, or because the kind
-    of GPU is unknown.
+    The lines describe the run's activation memory, and the placement of the run on the Ray cluster.
+    The lines also name the `performance` settings that are disabled on this device, and the
+    performance features of Megatron that this package does not support. The lines also list the
+    checks that were skipped because the model, a file or the servers' software is not on this
+    machine, or because the kind of GPU is unknown.
 
     Raises:
         UserError: the run cannot join the Ray cluster, or the nodes of the cluster can never hold

@@ -30,8 +30,8 @@ class Turn:
 
     `text`: text of the tokens, decoded without special tokens and without the stop token.
     `experts`: the experts that the engine chose for the first m tokens, counted from the beginning
-        of the turn's context. `experts` has one row per token. `experts` is None if the run does
-        not replay the engine's routing.
+        of the turn's context. `experts` has m rows, one for each of the first m tokens. `experts`
+        is None if the run does not replay the engine's routing.
     `finish_reason`: 'length' if a token limit ended the turn, or if a token limit left no room for
         a first token. 'stop' if a stop token or a stop string ended the turn.
     `stop`: the stop string that ended the turn, or None. `text` includes the stop string, and also
@@ -193,10 +193,10 @@ class Response:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Token ids of the context after which the next turn is sampled. In the first branch, the
-        context consists of the prompt and the response so far. In a later branch, the context
-        consists of the branch's own context and the tokens that were sampled or added after the
-        branch began."""
+        """Token ids of the context, which the next turn continues. In the first branch, the context
+        consists of the prompt and the response so far. In a later branch, the context consists of
+        the branch's own context and the tokens that were sampled or added after the branch
+        began."""
         tokens = [token for part in self._tokens for token in part.tolist()]
         if (branch := self.branch) is None:
             return (*self._prompt.token_ids, *tokens)
@@ -228,8 +228,8 @@ class Response:
         return turn
 
     def observed(self, tokens: Iterable[int], text: str = "") -> None:
-        """Appends tokens of the environment. The loss and the verifiers ignore tokens of the
-        environment.
+        """Appends tokens that the environment adds to the response. The loss and the verifiers
+        ignore all tokens that the environment adds.
 
         Args:
             text: text of the tokens, for display only.
@@ -265,7 +265,7 @@ class Response:
 
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Concatenates the tensors in `parts`. If `parts` contains a single tensor, which is the usual
-    case, returns this tensor itself without a copy."""
+    case, the function returns this tensor itself without a copy."""
     if not parts:
         return torch.zeros(0, dtype=dtype)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -319,8 +319,8 @@ def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
 def _role(
     process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]
 ) -> str:
-    """Returns the role of a process in the run. If a process has no role of its own, its role is
-    derived from the role of an ancestor."""
+    """Returns the role of a process in the run. If neither a heartbeat nor the name of a process
+    gives the role, the role is derived from an ancestor's role."""
     if process.pid in beats:
         return beats[process.pid].role
     if process.name in NODE_PARTS:

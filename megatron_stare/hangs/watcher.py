@@ -131,7 +131,7 @@ class Watcher:
     def _read(self) -> Beat | None:
         """Reads the driver's heartbeat. Progress of any rank counts as progress of the driver. The
         driver itself reports no progress while the driver waits for ranks. If only the driver's own
-        progress counted, the watcher could take a long update for a hang."""
+        progress counted, the watcher could mistake a long update for a hang."""
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is None:
             return None
@@ -161,8 +161,9 @@ class Watcher:
 
     def _tell(self, beat: Beat) -> None:
         """Collects facts about the hang, writes the bundle, and prints which process waits for
-        which. If the disk or the memory is full, prints the report without a bundle. Kills the
-        processes that block the run if faults.hangs.end_run is true and the hang continues."""
+        which. If the disk or the memory is full, this method prints the report but writes no
+        bundle. Kills the processes that block the run if faults.hangs.end_run is true and the hang
+        continues."""
         flights: Path | None = None
         with contextlib.suppress(OSError):
             flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
@@ -336,8 +337,8 @@ def _keep(dumps: Mapping[str, bytes], flights: Path | None) -> str:
 
 
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
-    """Reads the replicas and their oldest requests from the file that the driver writes. Returns ()
-    if the file is missing or cannot be read."""
+    """Reads facts about the replicas and their oldest requests from the file that the driver
+    writes. Returns () if the file is missing or cannot be read."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         told: dict[str, Any] = json.loads(file.read_text())
         now = time.monotonic()

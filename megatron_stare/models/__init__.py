@@ -198,8 +198,9 @@ def published_shape(path: str | Path) -> ModelShape | None:
 
 
 def rule_for(name: str, shape: ModelShape) -> Rule:
-    """Returns the rule of a Megatron parameter, with the parameter's layer and expert numbers
-    filled in. Layers and experts are numbered as in the whole model.
+    """Returns the rule of a Megatron parameter. In the names that the rule contains, the
+    parameter's layer number and expert number replace the placeholders. Layers and experts are
+    numbered as in the whole model.
 
     Raises:
         KeyError: the family's rules do not contain the parameter.

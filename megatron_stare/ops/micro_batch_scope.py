@@ -84,10 +84,11 @@ def summary(
     of the whole batch.
 
     The numbers of selected tokens are summed over the micro-batches. Thresholds and quantiles are
-    averaged over the micro-batches that have a value. In an averaged Threshold, the field `key` is
-    set to 0, because an averaged Threshold is only logged and never used to select tokens. `group`
-    and `micro_batch_group` mean the same as in `gather_by_micro_batch`. If several ranks hold
-    tokens of the same micro-batches, only the first of these ranks adds its values to the summary.
+    averaged over the micro-batches in which the threshold or the quantile is defined. In an
+    averaged Threshold, the field `key` is set to 0, because an averaged Threshold is only logged
+    and never used to select tokens. The parameters `group` and `micro_batch_group` are described in
+    `gather_by_micro_batch`. If several ranks hold tokens of the same micro-batches, only the first
+    of these ranks adds its values to the summary.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

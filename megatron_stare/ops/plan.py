@@ -23,8 +23,8 @@ class PlanRules:
     `budget`: largest number of tokens in a micro-batch, including padding.
     `packed`: if True, the sequences of a micro-batch are concatenated. If `packed` is False, each
         sequence is right-padded to the length of the micro-batch's longest sequence.
-    `multiple`: every rank's number of micro-batches is a multiple of `multiple`. For virtual
-        pipelines, `multiple` is the number of pipeline stages.
+    `multiple`: a number that divides every rank's number of micro-batches. For virtual pipelines,
+        `multiple` is the number of pipeline stages.
     `each`: the length of every sequence is padded to a multiple of `each` tokens. For context
         parallelism, `each` is twice the number of context-parallel ranks.
     `cost`: function that returns the work for a sequence with a given number of tokens
@@ -110,8 +110,8 @@ def plan_mini_batches(
 
 
 def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Fills padded micro-batches. Samples come longest first, so the first sample of a micro-batch
-    sets the padded length."""
+    """Fills padded micro-batches. The samples are sorted from the longest to the shortest, so the
+    first sample of a micro-batch determines the padded length."""
     micro_batches: list[tuple[int, ...]] = []
     current: list[int] = []
     for sample in samples:
@@ -123,9 +123,9 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 
 
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Fills packed micro-batches. Samples come longest first, and each sample goes into the first
-    micro-batch with enough room. The number of micro-batches is at most 11/9 n + 6/9, where n is
-    the smallest number of micro-batches that can hold the samples."""
+    """Fills packed micro-batches. The samples are sorted from the longest to the shortest, and each
+    sample goes into the first micro-batch with enough room. The number of micro-batches is at most
+    11/9 n + 6/9, where n is the smallest number of micro-batches that can hold the samples."""
     micro_batches: list[list[int]] = []
     # free tokens of the micro-batches that can still hold the shortest sample
     room: dict[int, int] = {}

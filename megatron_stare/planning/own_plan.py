@@ -1,6 +1,6 @@
-"""Predicts the times and the memory of a run before the run starts any process. The prediction is
-computed in the same way as by `megatron-stare plan`. The prediction is logged with every step, next
-to the measured times and memory.
+"""Predicts the times and the memory of a run before the run starts any process. The prediction uses
+the same computation as the command `megatron-stare plan`. The prediction is logged with every step,
+next to the measured times and memory.
 
 `driver/held_run.py` makes the prediction once, before any process starts. The prediction is logged
 as the metrics `plan/*`. If the prediction is not possible, a note gives the reason, and the run
@@ -173,10 +173,10 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
 
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
-    """Returns the names of the phases whose rates a calibration has fitted (see RATES). Also
-    returns "step" if a calibration has fitted fixed_s and the rates of all phases whose predicted
-    time is above 0. Rates that are only assumed can be wrong by a factor of a hundred, especially
-    on CPUs."""
+    """Returns the names of the phases whose rates a calibration has fitted (see RATES). The result
+    also contains "step" if a calibration has fitted the coefficient `fixed_s`, and has fitted the
+    rate of every phase with a predicted time above 0. Rates that are only assumed can be wrong by a
+    factor of a hundred, especially on CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

@@ -2,12 +2,12 @@
 responses that are cut and later continued, and the number of tokens of these responses.
 
 Response lengths are assumed to be exponentially distributed with the planned mean, and truncated at
-the maximum. Below the maximum length, a response is longer than t tokens with probability exp(-t /
-mean), and a group of n responses is complete after t tokens with probability (1 - exp(-t /
-mean))^n. Groups that begin in the same step form a cohort. The simulation computes, round by round,
-how many groups of each cohort are complete on average. The simulation leaves out the first WARM_UP
-steps and averages over the next COUNTED steps. The rule in rollout/sources/partial_sampling.py
-decides which complete groups are taken for training.
+the maximum. For every t below the maximum length, a response is longer than t tokens with
+probability exp(-t / mean). The probability that all n responses of a group have at most t tokens is
+therefore (1 - exp(-t / mean))^n. Groups that begin in the same step form a cohort. The simulation
+computes, round by round, how many groups of each cohort are complete on average. The simulation
+leaves out the first WARM_UP steps and averages over the next COUNTED steps. The rule in
+rollout/sources/partial_sampling.py decides which complete groups are taken for training.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PartialFlow:
     `continued`: number of incomplete responses that a step takes over from the previous step.
     `carried`: total number of tokens in the incomplete responses that a step takes over from the
         previous step.
-    `held`: total number of tokens, at the end of a round, in the responses that got new tokens in
-        this round.
+    `held`: total number of tokens in the responses that got new tokens in a round, counted at the
+        end of this round.
     """
 
     rounds: float
@@ -70,7 +70,7 @@ def partial_flow(
     """
 
     def longer(age: int) -> float:
-        """Returns the share of responses that are incomplete after `age` rounds."""
+        """Returns the fraction of responses that are incomplete after `age` rounds."""
         return math.exp(-age * tokens / mean) if age * tokens < longest else 0.0
 
     def whole(cohort: _Cohort) -> float:

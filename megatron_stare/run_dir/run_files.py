@@ -188,8 +188,8 @@ def result_name(record: Record) -> str:
 
 
 def evaluation_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics of one evaluation, as a dict from metric name to value. Leaves out
-    confidence intervals and missing values."""
+    """Returns the metrics of one evaluation, as a dict from metric name to value. The dict contains
+    no confidence intervals and no missing values."""
     found: dict[str, Any] = {name: record.get(name) for name in ("pass1", "greedy", *_FIGURES)}
     found |= {name: each["value"] for name, each in record.get("results", {}).items()}
     found |= {

@@ -208,7 +208,7 @@ class Selector:
         return getattr(self._rule, "gate", "batch") == "sample"
 
     def _fault(self, log_probs: Tensor, entropies: Tensor, advantages: Tensor, mask: Tensor) -> int:
-        """Returns the key of this rank's fault in _FAULTS, or 0 if there is no fault."""
+        """Returns this rank's error code: a key of _FAULTS, or 0 if there is no fault."""
         if not (log_probs.isfinite() & entropies.isfinite())[mask].all():
             return 1
         return 0 if advantages.isfinite()[mask].all() else 2

@@ -59,7 +59,8 @@ class Change:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A cause that no change to this run can simulate, with the reason."""
+    """A cause that no change to this run can simulate, and the reason why no change can simulate
+    the cause."""
 
     cause: str
     why: str
@@ -314,8 +315,9 @@ def draws(method: Method) -> bool:
 
 
 class LateEngine(LocalEngine):
-    """Engine that samples with the previous weights. LateEngine still reports the version of the
-    newest weights and returns checksums of the newest weights, as LocalEngine does."""
+    """Engine that samples with the weights from before the newest weight update. LateEngine still
+    reports the version of the newest weights and returns checksums of the newest weights, as
+    LocalEngine does."""
 
     # the previous weights
     _before: dict[str, torch.Tensor] | None = None

@@ -1,10 +1,10 @@
 """Sends weights to engines that share devices with the trainer.
 
-Among the trainer ranks that together hold one copy of the model, every rank gathers every bucket.
-Each trainer rank then makes a handle, through which the engine rank on the same device accesses the
-bucket's memory. Among the trainer ranks that share devices with an engine, the first rank collects
-the handles and sends one handle to each rank of the engine. Weights move between devices only while
-the trainer ranks gather a bucket.
+The trainer ranks that together hold one copy of the model broadcast their pieces of each bucket, so
+that each of these ranks has the whole bucket. Each trainer rank then makes a handle, through which
+the engine rank on the same device accesses the bucket's memory. Among the trainer ranks that share
+devices with an engine, the first rank collects the handles and sends one handle to each rank of the
+engine. Weights move between devices only while the trainer ranks gather a bucket.
 """
 
 from __future__ import annotations
@@ -129,8 +129,7 @@ class DeviceSend:
 
 
 class _Carried:
-    """An engine that shares the device of this trainer rank. At least one of the engine's ranks
-    runs on this device.
+    """An engine that has at least one rank on the device of this trainer rank.
 
     If sending fails, the object stores the error instead of raising it, because the other trainer
     ranks wait for this rank in `meet`. After the last `meet`, `result` raises the stored error.
@@ -163,9 +162,9 @@ class _Carried:
 
     def hand(self, bucket: Bucket) -> None:
         """Passes a bucket's handles to the engine, after the engine has received the previous
-        bucket. When `hand` and the following `meet` have returned, either the engine has received
-        the previous bucket, or sending has failed. If sending has failed, the trainer rank that
-        collects the handles has stored the error, and `hand` passes no later bucket to the
+        bucket. When `hand` and the next call of `meet` have returned, either the engine has
+        received the previous bucket, or sending has failed. If sending has failed, the trainer rank
+        that collects the handles has stored the error, and `hand` passes no later bucket to the
         engine."""
         if self._failed:  # nobody would open or release the handle
             return

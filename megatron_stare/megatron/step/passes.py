@@ -162,8 +162,8 @@ def forget_routes(model: list[nn.Module]) -> None:
     """Drops the routing weights that the token dispatchers keep from the last micro-batch.
 
     The autograd graph of the routing weights leads back to the model through nodes that Python's
-    garbage collector does not see. Without `forget_routes`, the routing weights would keep the
-    weights and the process groups of a closed trainer in memory.
+    garbage collector does not see. If the routing weights were not dropped, they would keep the
+    model and the process groups of a closed trainer in memory.
     """
     for chunk in model:
         for module in chunk.modules():

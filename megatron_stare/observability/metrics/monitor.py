@@ -3,7 +3,7 @@ phase, or contains a note for the user.
 
 The driver loop calls the monitor. If a sink fails during the run, the run and the other sinks
 continue. The run ends only if a sink cannot start, or if the sink that writes the run's record
-fails. If the run restarted by itself, a sink that cannot start ends the run only if the sink is
+fails. If a run that restarted by itself cannot start a sink, the run ends only if this sink is
 essential.
 """
 

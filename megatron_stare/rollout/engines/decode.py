@@ -108,7 +108,7 @@ def _ending(
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
     sets of stop tokens in the requests. All requests with the same set of stop tokens share one row
     of the first tensor. A row contains True for every token that ends a response to the row's
-    requests. The second tensor, [B], contains, for each request, the index of the request's row in
+    requests. The second tensor, [B], has one entry per request: the index of the request's row in
     the first tensor."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
@@ -201,9 +201,9 @@ class GrowingLayer(DynamicLayer):
 
 
 def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Appends keys or values to the earlier keys or values in a buffer. Makes a larger buffer if
-    there is no buffer or if the buffer is too small. Returns the buffer and a view of the buffer's
-    filled part. The view contains the tensor `held`, followed by the tensor `new`.
+    """Appends keys or values to the earlier keys or values in a buffer. Allocates a new buffer if
+    there is no buffer yet, or if the buffer is too small. Returns the buffer and a view of the
+    buffer's filled part. The view contains the tensor `held`, followed by the tensor `new`.
 
     Args:
         room: the buffer; None: there is no buffer.
@@ -238,10 +238,10 @@ def attend(
     torch's attention kernel for CPUs starts a matrix product for every head of every row. With a
     single query per row, starting a matrix product takes longer than computing the product.
     `attend` therefore replaces torch's kernel by two batched matrix products for all rows together.
-    `attend` computes the batched products only on a CPU, for one float32 token per row, without
-    dropout and without special arguments such as `softcap`. For any other input, `attend` calls
-    transformers' function for "sdpa". The parameters follow transformers' interface for attention
-    functions.
+    `attend` computes the batched products only if the tensors are float32 tensors on a CPU, each
+    row has exactly one new token, and neither dropout nor a special argument such as `softcap` is
+    used. For any other input, `attend` calls transformers' function for "sdpa". The parameters
+    follow transformers' interface for attention functions.
 
     Args:
         query: [b, n, 1, d].

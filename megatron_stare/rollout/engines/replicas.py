@@ -27,16 +27,16 @@ WHERE = "rollout.engine"
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Memory, in bytes, that one rank of a server uses on its GPU. Also describes the setting that
-    limits the size of the key/value cache.
+    """Memory, in bytes, that one rank of a server uses on its GPU, and the setting that limits the
+    size of the key/value cache.
 
     `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: number of bytes within the limit of `setting` that are not for the cache. The setting
-        sglang.memory_fraction limits the memory of weights and cache together, so `before` is the
-        size of the weights. The setting sglang.cache_tokens limits only the cache, so `before` is
-        0.
+    `before`: number of bytes that count towards the limit of `setting` but are not used for the
+        cache. The setting sglang.memory_fraction limits the memory of weights and cache together,
+        so the value of `before` is the size of the weights. The setting sglang.cache_tokens limits
+        only the cache, so the value of `before` is 0.
     `digits`: number of decimal places of the setting's value.
     """
 
@@ -138,13 +138,14 @@ class Replica(ABC):
 
     @abstractmethod
     def engine(self) -> Engine:
-        """Waits until the engine can receive weights, and returns the engine. The returned engine
-        is in the state DIRTY. Raises UserError if the engine does not start."""
+        """Waits until the engine can receive weights, and returns the engine. The state of the
+        returned engine is EngineState.DIRTY, because the engine has not received any weights yet.
+        Raises UserError if the engine does not start."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends everything that the constructor started. `close` can be called several times, even
-        after the engine was closed."""
+        """Ends everything that the constructor started. `close` can be called more than once, and
+        also after the engine itself was closed."""
 
     @classmethod
     @abstractmethod
@@ -191,9 +192,9 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """If the server software is not installed on this machine, returns a copy of the
-        configuration without the settings that only the server software can check. Returns None if
-        the server software is installed, or if the run starts no server."""
+        """If the server software is not installed on this machine, this method returns a copy of
+        the configuration without the settings that only the server software can check. Returns None
+        if the server software is installed, or if the run starts no server."""
         return None
 
     @classmethod

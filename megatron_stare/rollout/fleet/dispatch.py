@@ -62,9 +62,9 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """Removes and returns the requests that the next call to the replica will send. Takes the
-        assigned requests in order. Stops before the first request whose sampling parameters differ
-        from the sampling parameters of the taken requests."""
+        """Removes requests from the front of the queue `assigned`, for the next call to the
+        replica. Stops before the first request that has other sampling parameters than the requests
+        before it. Returns the removed requests and their sampling parameters."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -152,13 +152,14 @@ class Dispatch:
 
     If replicas have a capacity limit, Dispatch assigns each new request immediately to the replica
     with the most room. A continuation, which is a request that continues a response, goes to the
-    replica whose KV cache holds the earlier part of the response. Of the requests of one `Serving`
-    object, Dispatch assigns continuations first, then retries, then new requests. A continuation
-    waits while the replica with the earlier part of the response is full. After all new requests
-    are assigned, a waiting continuation can go to any other replica that still has room. A replica
-    is untrusted if the replica does not serve, or if the replica has lost a request and has not
-    answered any request since the loss. If an untrusted replica sampled the earlier part of a
-    response, the continuation goes to the replica with the most room, as a new request does.
+    replica whose KV cache holds the earlier part of the response. For each `Serving` object,
+    Dispatch first assigns the continuations, then the retries, and then the new requests. A
+    continuation waits while the replica with the earlier part of the response is full. After all
+    new requests are assigned, a waiting continuation can go to any other replica that still has
+    room. A replica is untrusted if the replica does not serve, or if the replica has lost a request
+    and has not answered any request since the loss. If an untrusted replica sampled the earlier
+    part of a response, the continuation is treated like a new request and goes to the replica with
+    the most room.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even
@@ -244,7 +245,7 @@ class Dispatch:
 
     def _assign_soon(self) -> None:
         """Makes the event loop assign the waiting requests to engines, after all tasks that are
-        ready to run have queued their requests. The assignment takes continuations before new
+        ready to run have queued their requests. `_assign` assigns continuations before new
         requests."""
         if not self._assigning:
             self._assigning = True
@@ -262,7 +263,7 @@ class Dispatch:
 
     def _share_out(self, queue: _Queue) -> None:
         """Splits all waiting requests evenly over the replicas. If at least one unfinished
-        trajectory has no waiting request yet, assigns no requests."""
+        trajectory has no waiting request yet, this method assigns no requests."""
         waiting = [*queue.again, *queue.new]
         if not waiting or len(waiting) < queue.live:
             return
@@ -289,7 +290,7 @@ class Dispatch:
                 line.popleft()
 
     def _put_down(self) -> None:
-        """Schedules a write of the status page after a change."""
+        """Makes the event loop write the status page as soon as the page may be written again."""
         if self._putting is None and (wait_s := self._page.wait_s()) is not None:
             self._putting = self.loop.call_later(wait_s, self._put)
 
@@ -384,10 +385,10 @@ class Dispatch:
 
         If the replica has no request in flight, this task waits for an assignment. If the replica
         has requests in flight, this task waits for the replica's results. A call to a server
-        returns after WAIT_S seconds even without results. After a call without results, this task
-        can send new requests in its next call. While `held` returns True, this task waits. After
-        each call to the replica, this task yields to the event loop, so that trajectories that
-        received answers can send their next requests.
+        returns after WAIT_S seconds even without results, so that this task can send new requests
+        in its next call. While `held` returns True, this task waits. After each call to the
+        replica, this task yields to the event loop, so that trajectories that received answers can
+        send their next requests.
         """
         params = None
         while True:
@@ -430,8 +431,9 @@ class Dispatch:
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Calls a replica. Returns two values: the reason why the replica is lost ("" if it is not
-        lost), and the results of the call."""
+        """Calls a replica. Returns two values. The first value is the reason why the replica is
+        lost, or "" if the replica is not lost. The second value contains the results of the
+        call."""
         workers = self._fleet.workers
         try:
             return "", await workers.result(
@@ -449,8 +451,8 @@ class Dispatch:
         replica.work.clear()
 
     def _lost(self, replica: _Replica, lost: LostRequest) -> bool:
-        """Queues a lost request for a retry. Returns True if the replica itself now counts as
-        lost."""
+        """Queues a lost request for a retry. Returns True if, after this loss, the whole replica
+        counts as lost."""
         _, given = self._retries.given().get(lost.rid, (None, 0.0))
         self._make_again(replica, lost)
         now = self.loop.time()
@@ -463,8 +465,8 @@ class Dispatch:
         return False
 
     def _make_again(self, replica: _Replica, lost: LostRequest) -> None:
-        """Puts a lost request back into its queue. If no further attempt is allowed, raises the
-        error in the task that waits for the answer."""
+        """Puts a lost request back into its queue. If no further attempt is allowed, the task that
+        waits for the answer gets a RequestLostError."""
         queue, request, answer = self._asked[lost.rid]
         try:
             self._retries.lost(lost, replica.number)

@@ -141,10 +141,10 @@ class AsynchronousSource(RolloutSource):
     def state(self) -> PromptState:
         """Returns the state of the prompt stream from which a resumed run must continue. A step is
         pending if the sampling of the step has begun and the method `next` has not returned the
-        step's batch yet. If steps are pending, returns the state that the prompt stream had before
-        the first pending step took prompts. If no step is pending, returns the current state of the
-        prompt stream. If a run resumes from the returned state, the responses of all pending steps
-        are sampled again."""
+        step's batch yet. If steps are pending, the result is the state that the prompt stream had
+        before the first pending step took prompts. If no step is pending, the result is the current
+        state of the prompt stream. If a run resumes from the returned state, the responses of all
+        pending steps are sampled again."""
         return self._wait(self._first_unused)
 
     @contextlib.contextmanager
@@ -226,8 +226,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
-        """Makes a step's batch with Groups.collect. Sets `settled` by the end of this method, even
-        if the method fails, so that the next step may begin."""
+        """Makes a step's batch with Groups.collect. Sets the event `settled` before this method
+        ends, even if the method fails, so that the next step may begin."""
 
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
@@ -241,8 +241,9 @@ class AsynchronousSource(RolloutSource):
             settled.set()
 
     async def _taken(self, step: int) -> Collected:
-        """Waits until the step has begun and its last trajectory is verified. If the task
-        `_make_ahead` or the collection of the step failed, raises the exception that ended it."""
+        """Waits until the step has begun and its last trajectory is verified. Raises the error of
+        the task `_make_ahead` if this task failed before the step began. Raises the error of
+        `_collect` if making the step's batch failed."""
         making = self._making
         if making is None or step > self._last:
             raise ValueError(

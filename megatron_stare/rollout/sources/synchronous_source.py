@@ -50,7 +50,8 @@ class SynchronousSource(RolloutSource):
         self.metrics: Mapping[str, float] = {}  # of the last batch
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. Waits for the step's last verdict, or raises the first error.
+        """See RolloutSource. Waits until all responses of the step are verified. If an error
+        occurs, `next` raises the first error.
 
         Raises:
             WeightVersionError: a token was sampled by weights that are not allowed.

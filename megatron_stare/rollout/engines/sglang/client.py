@@ -60,7 +60,7 @@ class SGLangClient:
     """HTTP client of one server.
 
     Every method of the client sends a request to the server and waits for the server's answer. The
-    method stops waiting if the connection to the server breaks or if the time limit is over. The
+    method stops waiting if the connection to the server breaks or if the time limit has passed. The
     time limit is `response_s` seconds for the method `generate_as`, and `timeout_s` seconds for all
     other methods. If the connection breaks, most methods immediately send the request again, at
     most REPEATED times.
@@ -309,8 +309,8 @@ def collector_at_rest() -> Iterator[None]:
     for every token. Python's garbage collector frees only objects in reference cycles. A parsed
     answer contains no reference cycles, so the garbage collector finds nothing to free in the
     answer. An enabled garbage collector wastes time in two ways. For every answer, the garbage
-    collector traverses the answer's lists. Once in every few answers, the garbage collector
-    traverses all objects of the process."""
+    collector traverses the answer's lists. After every few answers, the garbage collector traverses
+    all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -321,8 +321,8 @@ def collector_at_rest() -> Iterator[None]:
 
 
 async def everywhere(*calls: Any) -> list[Any]:
-    """Waits until all calls have ended. If one or more calls failed, raises the error of the failed
-    call that comes first in `calls`."""
+    """Waits until all calls have ended. If one or more calls failed, this function raises the error
+    of the failed call that comes first in `calls`."""
     done = await asyncio.gather(*calls, return_exceptions=True)
     for result in done:
         if isinstance(result, BaseException):

@@ -120,8 +120,8 @@ class Fingerprint:
 
     def hashes(self) -> list[dict[str, str | Stack]]:
         """Returns this sender's contribution to the checksums. For servers on GPUs, the entry of a
-        parameter of experts is a Stack, which is later merged with other senders' Stacks. All
-        entries that are not a Stack are finished hashes."""
+        parameter that contains experts is a Stack, which is later merged with other senders'
+        Stacks. All entries that are not a Stack are finished hashes."""
         return [
             {
                 n: s if s.placed else s.digest.hexdigest()
