@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code. Code 0 means that the command succeeded. Code 1
     means that the doctor or a bisection found a fault, that a planned run does not fit into memory,
     or that `status` found a run dead or silent. Code 2 means a user error. Code 75 means that a run
-    ended and can be resumed. A run ends with code 75 if SIGUSR1 or the time limit ended the run
-    after the run had saved its state. A run also ends with code 75 if the run lost a process, a
-    node or the whole cluster. Code 129 means that the terminal was closed (SIGHUP). Code 130 means
-    that SIGINT (Ctrl-C) ended the command. Code 141 means that the reader of stdout, such as
-    `head`, ended first. Code 143 means that SIGTERM ended the command."""
+    ended and can be resumed. If SIGUSR1 or the time limit ends a run, the run saves its state and
+    ends with code 75. A run also ends with code 75 if the run lost a process, a node or the whole
+    cluster. Code 129 means that the terminal was closed (SIGHUP). Code 130 means that SIGINT
+    (Ctrl-C) ended the command. Code 141 means that the reader of stdout, such as `head`, ended
+    first. Code 143 means that SIGTERM ended the command."""
     _replace_what_stdout_cannot_encode()
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
@@ -81,8 +81,8 @@ def _reader_is_lost() -> bool:
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
-    """Returns a hint to append to the error message if the user wrote a setting with leading
-    dashes, like an option. Otherwise returns ""."""
+    """Returns a hint if the user wrote a setting with leading dashes, like an option, and returns
+    "" otherwise. The caller appends the hint to the error message."""
     for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
         key, eq, value = word.lstrip("-").partition("=")
         key = names_now(key) or key

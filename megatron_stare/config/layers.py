@@ -85,8 +85,8 @@ def read_layers(path: str | Path) -> list[Layer]:
     """Returns the layers of a file, lowest first and the file itself last.
 
     A layer that is listed several times is applied only once, at its first position. For example,
-    if two layers list the same base file, the base file is applied once, beneath both layers. The
-    base file therefore cannot undo changes that one of the two layers makes.
+    if two layers list the same base file, the base file is applied once, beneath both layers, and
+    cannot undo the changes of either layer.
 
     Raises:
         ConfigError: a file is missing, is not a YAML mapping, or includes itself. The message
@@ -100,9 +100,8 @@ def read_layers(path: str | Path) -> list[Layer]:
 def _collect(
     name: str | Path, beside: Path, above: tuple[Path, ...], found: dict[Path, Layer]
 ) -> None:
-    """Adds a file or recipe to `found`, together with all layers beneath the file or recipe.
-    `above` contains the chain of files through which the file or recipe is included, outermost
-    first."""
+    """Adds a file or recipe, and all layers beneath it, to `found`. `above` contains the chain of
+    files through which the file or recipe is included, outermost first."""
     path = find_config(name, beside)
     if not path.is_file() and (recipe := recipe_named(name)) is not None:
         _compose(recipe, above, found)
@@ -148,8 +147,8 @@ def _collect_beneath(
     found: dict[Path, Layer],
 ) -> None:
     """Removes the key `defaults` from `tree`. The dict `tree` contains the sections of the file
-    `path`. Adds each layer that `defaults` lists to `found`, together with the layers beneath the
-    listed layer."""
+    `path`. For each layer in the list `defaults`, adds the layer itself and the layers beneath it
+    to `found`."""
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -285,9 +284,9 @@ def _value(text: str, override: str) -> Any:
 
 def breadth(given: Override) -> int:
     """Returns the number of names in the dotted key of an override, such as 2 for `optimizer.lr`.
-    An override whose key has fewer names covers more settings. In a key such as `algorithm.name`,
-    the last name is not counted, because selecting a new method or extension drops all settings of
-    the former method or extension."""
+    An override whose key has fewer names covers more settings. The last name of a key such as
+    `algorithm.name` is not counted. An override with such a key selects a method or an extension,
+    and thereby drops all settings of the former method or extension."""
     parents, _, leaf = given.source.partition("=")[0].rpartition(".")
     return parents.count(".") + 1 + (leaf != "name" or parents not in NAMED) if parents else 1
 

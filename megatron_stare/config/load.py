@@ -52,8 +52,8 @@ def load_config(
     before_method: Callable[[], object] = lambda: None,
     beneath: Sequence[Layer] = (),
 ) -> Config:
-    """Merges the configuration layers of `source` on top of the layers in `beneath`. Then applies
-    the overrides `key.sub=value`, and validates the result.
+    """Merges the configuration layers of `source` on top of the layers in `beneath`, applies the
+    overrides `key.sub=value`, and validates the result.
 
     Args:
         source: a file, the name of a configuration that ships with the package, or the sections
@@ -221,8 +221,8 @@ _ELSEWHERE = {
 def _elsewhere(name: str) -> list[str]:
     """Returns the dotted names of the settings that a user probably meant by the unknown name
     `name`. If `name` is a setting of another training library, returns the corresponding setting of
-    this project. If `name` is not known from another training library, returns the settings called
-    `name` in all sections of this project's configuration."""
+    this project. For any other `name`, returns the settings called `name` in all sections of this
+    project's configuration."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
     return _having(name, Config)
@@ -255,8 +255,8 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     Several configuration layers can set parts of the same section. If the fault concerns a whole
     section, returns the source of the highest configuration layer that causes the error. A
     configuration layer causes the error if the error does not occur in the merge of all lower
-    layers. If no configuration layer sets the faulty setting, returns the source of the highest
-    configuration layer that is not an override.
+    layers. If no configuration layer sets the faulty setting, the function returns the source of
+    the highest configuration layer that is not an override.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):
@@ -294,8 +294,8 @@ def _keys_at(loc: list[str]) -> list[str]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Makes the paths of all files and folders absolute. Does not resolve symbolic links, because
-    the Python of a virtual environment is a symbolic link, and the link's target does not find the
+    """Makes the paths of all files and folders absolute. Does not resolve symbolic links. The
+    Python of a virtual environment is a symbolic link to a Python that does not find the
     environment's packages."""
     data: dict[str, Any] = {}
     # a user's source may interpret these settings differently

@@ -361,9 +361,9 @@ _COARSEST_FIRST = ("fp8", "fp8_e4m3", "bfloat16", "float16", "float32")
 
 
 def coarsest_dtype(*dtypes: str | None) -> str:
-    """Returns the coarsest of the dtypes in which trainer and engines compute, and in which servers
-    store weights, keys and values. The coarsest dtype determines how closely engine and trainer
-    agree.
+    """Returns the coarsest of several dtypes: the dtypes in which trainer and engines compute, and
+    the dtypes in which servers store weights and the KV cache. The coarsest dtype determines how
+    closely engine and trainer agree.
 
     Args:
         dtypes: values of the settings in PRECISIONS; None is ignored.

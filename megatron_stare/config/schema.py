@@ -364,9 +364,8 @@ class Config(Section):
     @property
     def expected_lengths(self) -> tuple[float, float]:
         """Expected mean numbers of tokens in a prompt and in a response. The settings
-        `plan.prompt_tokens` and `plan.response_tokens` can set these two numbers. An expected
-        number that `plan` does not set is computed from the token limits in the section
-        `rollout`."""
+        `plan.prompt_tokens` and `plan.response_tokens` set the expected numbers. An expected number
+        that `plan` does not set is computed from the token limits in the section `rollout`."""
         rollout, plan = self.rollout, self.plan
         return (
             plan.prompt_tokens or rollout.max_prompt_tokens / 4,
@@ -386,6 +385,6 @@ class Config(Section):
 
     @property
     def skips_log_prob_pass(self) -> bool:
-        """True if steps train without a log-prob pass. The preflight checks raise ConfigError if
-        another setting needs the log-prob pass."""
+        """True if steps train without a log-prob pass. If steps skip the log-prob pass although a
+        setting needs it, the preflight checks raise ConfigError."""
         return self.supervised or self.statistics.gate == "lagged"

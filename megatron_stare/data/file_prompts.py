@@ -51,8 +51,8 @@ class _Part:
 class FilePrompts:
     """A PromptSource over files. Every pass over a file has a new random order.
 
-    `dropped` contains the number of omitted records for each reason. `remarks` contains notes for
-    the user about the records that were not omitted.
+    `dropped` maps each reason for omitting records to the number of omitted records. `remarks`
+    contains notes for the user about the records that were not omitted.
 
     Args:
         config: the run's configuration.
@@ -106,8 +106,8 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Returns True if the record's prompt is short enough. If the prompt is too long, returns
-        False if `drop` is true, and raises PromptTooLongError otherwise."""
+        """Returns True if the record's prompt is short enough. For a prompt that is too long,
+        returns False if `drop` is true, and raises PromptTooLongError if `drop` is false."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
@@ -218,14 +218,14 @@ class FilePrompts:
 
         After c prompts from all files together, a file's share is c times the file's weight,
         divided by the sum of all weights. The deadline of a file's j-th prompt (j = 1, 2, ...) is
-        the smallest number c of prompts for which the file's share is at least j prompts. A file is
-        a candidate if the number of prompts that it has supplied is below its share of c = `cursor`
-        + 1 prompts. The rule chooses the candidate whose next prompt has the earliest deadline. If
-        several candidates have the same deadline, the rule chooses the first of these candidates.
-        The deadline rule keeps the difference between the number of prompts from a file and the
-        file's share below 1 at all times (Baruah et al., Proportionate Progress, Algorithmica 15,
-        1996). If a run was started with an earlier release, the run keeps the earlier rule when it
-        is resumed. The rule of earlier releases chooses the file that is furthest below its share.
+        the smallest value of c for which the file's share is at least j. A file is a candidate if
+        the number of prompts that it has supplied is below its share of c = `cursor` + 1 prompts.
+        The rule chooses the candidate whose next prompt has the earliest deadline. If several
+        candidates have the same deadline, the rule chooses the first of these candidates. Under the
+        deadline rule, the number of prompts from a file always differs from the file's share by
+        less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15, 1996). If a run was
+        started with an earlier release, the run keeps the earlier rule when it is resumed. The rule
+        of earlier releases chooses the file that is furthest below its share.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

@@ -53,8 +53,8 @@ METRICS = (
 
 class HeldRun:
     """Context manager that keeps the directory of one run locked. If a new run fails before its
-    first step, removes the files that the run created, except for the logs of its processes and
-    the black box.
+    first step, HeldRun removes the files that the run created, except for the logs of its processes
+    and the black box.
 
     Args:
         config: configuration as requested by the user. Every restart reads the inputs again from
@@ -105,9 +105,9 @@ class HeldRun:
     def opened(self) -> None:
         """Records that a session has started completely. Sets `from_step` to None, so that the next
         session resumes from the newest checkpoint. If `from_step` was set, the session has renamed
-        the checkpoints of all steps after `from_step`, and a resumed run ignores renamed
-        checkpoints. The next session therefore resumes from the checkpoint of `from_step`, unless
-        the run has saved a newer checkpoint by then."""
+        the checkpoints of all steps after `from_step`. A resumed run ignores renamed checkpoints.
+        The next session therefore resumes from the checkpoint of `from_step`, unless the run has
+        saved a newer checkpoint by then."""
         self._came_up, self._is_up, self.from_step = True, True, None
         tell_came_up()
 
@@ -140,7 +140,8 @@ class HeldRun:
 
     def _open_again(self, error: Exception) -> Inputs:
         """Prepares the next session after a failed session. Reads the inputs of the next session.
-        If a worker or an engine was lost, waits for the backoff time before reading the inputs.
+        After the loss of a worker or an engine, `_open_again` waits for the backoff time before it
+        reads the inputs.
 
         Raises:
             Exception: the session's error, if the error is neither a rollback nor a recoverable
@@ -175,8 +176,8 @@ class HeldRun:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
         As long as no session has finished its start, only the death of a worker process counts as a
-        recoverable loss. A failure of any other kind during the start is usually caused by the
-        configuration, and not by a lost process.
+        recoverable loss. During the start, a failure without the death of a worker process is
+        usually caused by the configuration.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
@@ -234,8 +235,8 @@ def _tell(line: str) -> None:
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
     """Checks whether the run that is to be resumed has already finished. Returns the run's
-    directory if the run has finished, and None otherwise. For a finished run, calls the sinks'
-    `finish` again and trains no step.
+    directory if the run has finished, and None otherwise. Trains no step. Calls the sinks' `finish`
+    again if the run has finished.
 
     Raises:
         UserError: the run does not exist or cannot be resumed, or the run has already trained the

@@ -72,8 +72,9 @@ class Part:
     the order in which the parts were added."""
 
     def after_step(self) -> None:
-        """Does the part's work after a step. Before the driver calls `after_step`, the driver
-        trains and logs the step, and syncs the new weights to the engines."""
+        """Carries out the part's task after a step, such as saving a checkpoint. Before the driver
+        calls `after_step`, the driver trains and logs the step, and syncs the new weights to the
+        engines."""
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the part's metrics for the step being logged."""
@@ -160,7 +161,7 @@ class GuardedSteps(Part):
 
 
 class Saves(Part):
-    """Saves the checkpoints that are due. If the run is interrupted, saves the last complete step.
+    """Saves the checkpoints that are due, and the last complete step of an interrupted run.
 
     Args:
         checkpoints: writes the checkpoints.
@@ -212,13 +213,14 @@ class Saves(Part):
     def close(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Finishes the pending checkpoint, unless the run lost a worker.
 
-        If a signal or the time limit interrupted the run, waits a limited time for the pending
-        checkpoint. After the wait for the pending checkpoint, saves a checkpoint of the last
-        finished step. Does not save the last finished step if a guard ends the run at this step, or
-        if `is_to_be_saved` returns False, for example because the grace period is over. If a guard
-        or non-finite values ended the run, waits for the pending checkpoint, but saves no new
-        checkpoint. If any other error ended the run, waits only a limited time for the pending
-        checkpoint, because the ranks may have failed. Incomplete checkpoints are removed later.
+        If a signal or the time limit interrupted the run, `close` waits a limited time for the
+        pending checkpoint, and then saves a checkpoint of the last finished step. `close` does not
+        save this step if a guard ends the run at this step, or if `is_to_be_saved` returns False.
+        For example, `is_to_be_saved` returns False when the grace period is over. If a guard or
+        non-finite values ended the run, `close` waits for the pending checkpoint, but saves no new
+        checkpoint. If any other error ended the run, `close` waits only a limited time for the
+        pending checkpoint, because the ranks may have failed. Incomplete checkpoints are removed
+        later.
 
         Raises:
             UserError: the last step cannot be saved.

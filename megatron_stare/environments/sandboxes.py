@@ -64,7 +64,7 @@ class Ran:
 
 
 class DaemonThreads:
-    """Runs calls in at most `most` daemon threads.
+    """Runs calls in daemon threads. The argument `most` limits the number of threads.
 
     When a process exits, Python waits for the running calls of a ThreadPoolExecutor, but not for
     calls in daemon threads.
@@ -120,8 +120,8 @@ class Sandbox(ABC):
         self._threads = threads
 
     async def run(self, code: str, seconds: float) -> Ran:
-        """Runs a program for at most `seconds`. Errors of the program are part of the returned
-        output.
+        """Runs a program with a time limit of `seconds` seconds. Errors of the program are part of
+        the returned output.
 
         Raises:
             UserError: the sandbox itself does not work.

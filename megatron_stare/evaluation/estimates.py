@@ -40,12 +40,13 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     most votes, one of these answers is drawn at random.
 
     The k responses are drawn without replacement from the n sampled responses. Of the n responses,
-    c_j responses give answer j. The result of answer j is r_j. Let A(j, i) be the event that the
-    draw contains answer j exactly i times and contains no other answer more than i times. Let T be
-    the number of other answers that tie with answer j in the draw. In the event A(j, i), answer j
-    wins the vote with probability 1 / (1 + T). The expected result is therefore the sum of r_j *
-    P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k. A response
-    without an answer has no vote. If none of the k responses has an answer, the result is 0.
+    c_j responses give answer j. The vote has the result r_j if answer j wins. Let A(j, i) be the
+    event that the draw contains answer j exactly i times and contains no other answer more than i
+    times. Let T be the number of other answers that tie with answer j in the draw. In the event
+    A(j, i), answer j wins the vote with probability 1 / (1 + T). The expected result is therefore
+    the sum of r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k.
+    A response without an answer has no vote. If none of the k responses has an answer, the result
+    is 0.
 
     Args:
         classes: the pair (c_j, r_j) for every answer j, where r_j in [0, 1] is the result of the
@@ -81,11 +82,11 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses in
-    total, which come from the classes in `others` and from `silent`. A draw contains at most `a`
-    responses of each class in `others`. The weight of a draw is the product of its classes'
-    weights, divided by 1 + T. T is the number of classes in `others` whose count of responses in
-    the draw equals `a`.
+    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses. Each
+    of these responses belongs to a class in `others`, or has no answer (`silent`). A draw contains
+    at most `a` responses of each class in `others`. The weight of a draw is the product of its
+    classes' weights, divided by 1 + T. T is the number of classes in `others` whose count of
+    responses in the draw equals `a`.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
@@ -133,25 +134,25 @@ def wilson_interval(
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     The effective number of results is m = 1 + p (1 - p) / v. The function `mean_of_problems`
     estimates v, the variance of the mean. Let μ be the true mean. On average, the estimate
-    p (1 - p) is smaller than the true value μ (1 - μ). The average difference is the variance of
-    the mean, which v estimates. The summand 1 in the formula m = 1 + p (1 - p) / v corrects the
-    bias of p (1 - p). If every result is 0 or 1, and no two prompts contain the same problem, the
-    effective number m equals the number N of results, and the interval is exactly Wilson's score
-    interval.
+    p (1 - p) is smaller than the true value μ (1 - μ). The average of μ (1 - μ) - p (1 - p) is the
+    variance of the mean, which v estimates. The summand 1 in the formula m = 1 + p (1 - p) / v
+    corrects the bias of p (1 - p). If every result is 0 or 1, and no two prompts contain the same
+    problem, the effective number m equals the number N of results, and the interval is exactly
+    Wilson's score interval.
 
     A prompt's result can be the share of right responses among several responses to the prompt. The
     share of right responses to a prompt varies less than the result of a single response, which is
     0 or 1. If the results are shares of right responses, the effective number m of results is
-    larger than the effective number G of problems. The estimate of the difference m - G between
-    these two effective numbers is unreliable if there are few problems. The estimate of m - G is
-    also unreliable if the mean is near 0 or 1, because only the few results between 0 and 1
-    determine the estimate. If m is larger than G, the function therefore reduces m. The function
-    multiplies the difference m - G by a factor, and adds the product to G. The factor is the
-    smaller of the weight w and the ratio (z/t)². The weight w is min(1, G min(p, 1 - p)/5), because
-    a normal approximation needs five right and five wrong results. The number t is the (1 +
-    level)/2 quantile of Student's t distribution with G - 1 degrees of freedom. If all results are
-    equal, the function uses G as the effective number m. A simulation in
-    tests/evaluation/test_coverage.py measures how often the interval contains the true mean.
+    larger than the effective number G of problems. With few problems, the estimate of the
+    difference m - G is unreliable. The estimate of m - G is also unreliable if the mean is near 0
+    or 1, because only the few results between 0 and 1 determine the estimate. If m is larger than
+    G, the function therefore reduces m. The function multiplies the difference m - G by a factor,
+    and adds the product to G. The factor is the smaller of the weight w and the ratio (z/t)². The
+    weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs five right and five
+    wrong results. The number t is the (1 + level)/2 quantile of Student's t distribution with G - 1
+    degrees of freedom. If all results are equal, the function uses G as the effective number m. A
+    simulation in tests/evaluation/test_coverage.py measures how often the interval contains the
+    true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.

@@ -242,9 +242,9 @@ def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
 def kth_largest(
     keys: list[Tensor], masks: list[Tensor], k: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Returns one key for every selection: the k-th largest of the selection's keys at positions
-    where the selection's mask is True. The search covers the positions of all ranks in `group`.
-    Every selection has its own k.
+    """Returns one key for every selection, the k-th largest of the selection's keys. Only keys at
+    positions where the selection's mask is True are ranked. The search covers the positions of all
+    ranks in `group`. Every selection has its own k.
 
     Args:
         keys: S tensors [N_s] int64, unique among the masked positions of all ranks.

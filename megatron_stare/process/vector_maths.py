@@ -19,7 +19,7 @@ parent's choice of kernels. A spawned child imports the package, and the import 
 Further calls of `settle` in the same process cost microseconds.
 
 Remove this module when torch's wheels contain oneMKL 2025.0 or newer, or when this project pins a
-torch release that closes issue 188792.
+torch release in which PyTorch's issue 188792 is fixed.
 """
 
 from __future__ import annotations

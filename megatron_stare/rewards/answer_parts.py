@@ -177,7 +177,7 @@ def _fraction(found: re.Match[str]) -> str:
 def nothing(text: str) -> str | None:
     """Classifies an answer that states no value, such as 'no solution'. Returns "none" (no solution
     or the empty set), "undefined", "infinite" (infinitely many solutions) or "infinity" (plus
-    infinity). Returns None if the answer has no entry in _NOTHING."""
+    infinity). Returns None if `_NOTHING` does not contain the answer."""
     words = re.sub(r"\\(?:text|mathrm|textbf|mbox)(?![A-Za-z])|[\\${}().!]", " ", text).strip()
     words = re.sub(r"\s+", " ", words.lower())
     if re.sub(r"\s", "", text) in (r"\{\}", "{}"):
@@ -187,7 +187,8 @@ def nothing(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day. `half` is "a" for am, "p" for pm, and None for a time without am or pm."""
+    """A time of day. `half` is the letter "a" if the time is am, "p" if the time is pm, and None if
+    the answer states neither."""
 
     hour: int
     minute: int

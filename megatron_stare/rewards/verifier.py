@@ -90,8 +90,7 @@ def by_environment(response: str, answer: str) -> float:
 
 
 class WeightedSum:
-    """A verifier that adds up the weighted rewards of other verifiers. An example is
-    'math + 0.1 * format'.
+    """Verifier that adds up weighted rewards of other verifiers, such as 'math + 0.1 * format'.
 
     Args:
         terms: weights and verifiers. The sum takes `answer_start` from the first verifier that has
@@ -204,14 +203,16 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """Returns the verifier's attribute `answer_start`, or otherwise the function `answer_start` in
-    the verifier's module. Returns None if the verifier has no `answer_start` function."""
+    """Returns the verifier's attribute `answer_start` or, if there is no such attribute, the
+    function `answer_start` in the verifier's module. Returns None if the verifier has no
+    `answer_start` function."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """Returns the verifier's attribute `normal_answer`, or otherwise the function `normal_answer`
-    in the verifier's module. Returns None if the verifier has no `normal_answer` function."""
+    """Returns the verifier's attribute `normal_answer` or, if there is no such attribute, the
+    function `normal_answer` in the verifier's module. Returns None if the verifier has no
+    `normal_answer` function."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 

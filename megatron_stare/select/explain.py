@@ -55,9 +55,8 @@ class Row:
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
     def has(self, names: Sequence[str]) -> bool:
-        """Returns True if this response has all fields in `names`. If a field in `names` is an
-        array and the response has a `mask`, the result is True only if the policy sampled at least
-        one token of the response."""
+        """Returns True if this response has all fields in `names`. Returns False if a field in
+        `names` is an array and the response's `mask` is False for every token."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)
@@ -73,8 +72,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure:
-    """A statistic of a run, with one value per step. `absent` names the fields that the statistic
-    needs but the dumps lack."""
+    """A statistic of a run, with one value per step. `absent` contains the names of the fields that
+    the statistic needs but the dumps lack."""
 
     name: str
     by_step: dict[int, float]
@@ -253,10 +252,10 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
 
 
 def stability(rows: Sequence[Row], micro_batch: int) -> float:
-    """Returns the share of a batch's rare tokens that are also rare if rare tokens are selected in
-    each micro-batch alone. STARE's public code selects rare tokens in each micro-batch alone. The
-    returned share of rare tokens is a mean over PACKINGS random divisions of the rows into
-    micro-batches.
+    """Selects a batch's rare tokens twice: in the whole batch, and in each micro-batch alone.
+    Returns the share of the first selection's tokens that the second selection also contains.
+    STARE's public code selects rare tokens in each micro-batch alone. The returned share is a mean
+    over `PACKINGS` random divisions of the rows into micro-batches.
 
     Tokens of positive advantage and tokens of negative advantage are ranked separately by
     surprisal. In each ranking, the tokens with the highest surprisal are rare. The constant SHARE
@@ -371,7 +370,7 @@ def _leaked(rows: Sequence[Row]) -> float:
 
 def verdict(found: Sequence[Figure]) -> str:
     """Returns one sentence that describes how the entropy changed. If the dumps have no entropies,
-    the sentence describes how the surprisal changed."""
+    the returned sentence describes how the surprisal changed."""
     curve = next((f for f in found[:2] if f.by_step), None)
     if curve is None:
         return "The dumps have neither entropies nor log-probs, so they show no collapse curve."

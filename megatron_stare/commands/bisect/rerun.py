@@ -177,8 +177,8 @@ class _UpTo(Session):
     are due after this step.
 
     The session removes the limits on the difference between the engine's and the trainer's
-    log-probs. If the session kept the limits, a change that simulates stale weights could exceed a
-    limit and end the session.
+    log-probs. With limits on this difference, a change that simulates stale weights could end the
+    session.
     """
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:

@@ -179,9 +179,9 @@ def take_step(
     """Clips the gradient and steps the optimizer.
 
     Leaves optimizer and schedule unchanged if the loss or gradient is not finite, the batch is
-    empty, or the norm is above its limit. All ranks must call `take_step`. Either all ranks take
-    the step or no rank takes the step, because the norm covers all parameters, and the flags
-    `empty` and `loss_not_finite` are reduced over all ranks.
+    empty, or the norm is above its limit. All ranks must call `take_step`. All ranks make the same
+    decision whether to take the step, because the norm covers all parameters, and the flags `empty`
+    and `loss_not_finite` are reduced over all ranks.
 
     Args:
         empty: 0-dim bool, whether no token of the batch had a loss, or None on ranks without this

@@ -146,11 +146,11 @@ def summary(
 
 
 def on_target(figures: Mapping[str, float | None]) -> bool | None:
-    """Returns True if the run held the entropy at the target. An entropy is on target if it differs
-    from the target by at most the fraction BAND of the target. The mean entropy over the last third
-    of the steps must be on target. The mean entropy over the last RECENT steps must be on target,
-    too. In the last third of the steps, the share of steps whose entropy is on target must be at
-    least HELD_SHARE.
+    """Returns True if the run held the entropy at the target. An entropy is on target if its
+    relative difference from the target is at most `BAND`. The mean entropy over the last third of
+    the steps must be on target. The mean entropy over the last `RECENT` steps must also be on
+    target. In the last third of the steps, the share of steps whose entropy is on target must be at
+    least `HELD_SHARE`.
 
     Args:
         figures: a `summary`.

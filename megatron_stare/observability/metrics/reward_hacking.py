@@ -2,7 +2,7 @@
 policy earns reward without the intended reasoning.
 
 The functions are pure. The results are logged as metrics of the step and therefore appear in the
-report. No single sign proves anything. docs/diagnostics.md explains how to read each sign.
+report. No single sign proves reward hacking. docs/diagnostics.md explains how to read each sign.
 """
 
 from __future__ import annotations

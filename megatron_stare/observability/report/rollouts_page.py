@@ -7,9 +7,9 @@ loads no other file. The page and the report use the same token view (`token_vie
 response.
 
 The page contains the list of responses. In compressed blocks, the page also contains the texts and
-the per-token values of the responses. A block holds at most BLOCK responses, as gzipped JSON in
-base64. The browser decompresses a block only when a reader opens or searches its responses, so a
-page with tens of thousands of responses opens quickly.
+the per-token values of the responses. A block contains at most `BLOCK` responses. Each block is
+JSON, compressed with gzip and encoded in base64. The browser decompresses a block only when a
+reader opens or searches its responses, so a page with tens of thousands of responses opens quickly.
 """
 
 from __future__ import annotations
@@ -313,8 +313,8 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
     """Returns the whole list `blocks` if the total size of the list's elements is at most `room`.
     The list `blocks` contains either blocks of responses, or rollout files. If the list is too
-    large, returns the first element and some further elements, which are spread evenly over the
-    list and fit into `room`."""
+    large, the returned list contains the first element of `blocks` and some further elements, which
+    are spread evenly over `blocks` and fit into `room`."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

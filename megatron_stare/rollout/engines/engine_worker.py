@@ -28,7 +28,7 @@ from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
-    """Holds one engine: the run's replica with index `number`. The constructor starts the engine,
+    """Holds the engine of the run's replica with index `number`. The constructor starts the engine,
     but does not wait until the engine is ready. All replicas of a run therefore start in parallel.
     `bring_up` waits until the engine is ready.
 
@@ -70,8 +70,8 @@ class EngineWorker:
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
     ) -> Sequence[GenerateResult | LostRequest]:
-        """Submits `requests`, collects results, and adds the text to each result. Returns the
-        results and the lost requests; see Engine.submit and Engine.collect."""
+        """Submits `requests`, collects results, and decodes the tokens of each result to text.
+        Returns the results and the lost requests; see Engine.submit and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
         results = self._engine.collect(wait_s)

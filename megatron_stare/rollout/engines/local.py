@@ -1,5 +1,6 @@
 """Implements an in-process engine: a transformers model on the CPU, by default in float32. The
-engine is meant for models of a few million parameters. Use a server for larger models.
+engine is meant for models of a few million parameters. For larger models, use an engine with
+servers, such as SGLang.
 
 The engine reads the config files of the model's Hugging Face folder, but not the weight files. The
 weights come from the weight sync. The driver sends requests and receives results through the

@@ -60,11 +60,11 @@ class Retries:
         suspected: Collection[int] = (),
     ) -> int | None:
         """Returns the replica that should receive the request, or None if no suitable replica has
-        room. Leaves out replicas that already lost this request, if another replica is suitable.
-        Prefers a suspected replica that has room, because a suspected replica might otherwise never
-        receive a request again. A suspected replica has lost a request and has not answered any
-        request since the loss. If no suspected replica has room, chooses the replica that has room
-        for the largest number of requests.
+        room. Replicas that already lost this request are chosen only if no other replica is
+        suitable. Prefers a suspected replica that has room, because a suspected replica might
+        otherwise never receive a request again. A suspected replica has lost a request and has not
+        answered any request since the loss. If no suspected replica has room, `choose` returns the
+        replica that has room for the largest number of requests.
 
         Args:
             rooms: number of requests that each replica can still take; None if the replica does not

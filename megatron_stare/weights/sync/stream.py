@@ -251,8 +251,8 @@ class _Parcels:
 
 
 class _Sent:
-    """Sends this rank's pieces of a bucket, in one message, to the rank that gathers the bucket
-    (SENDER). The message contains copies of the pieces. The constructor starts to send the message,
+    """Sends this rank's pieces of a bucket, in one message, to the rank `SENDER`, which gathers the
+    bucket. The message contains copies of the pieces. The constructor starts to send the message,
     and does not wait until the message has been sent."""
 
     def __init__(
@@ -292,8 +292,8 @@ def _post(
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
     """Returns the values of `piece` from this rank's shard. The returned tensor is a view of the
-    shard, unless Megatron has split a query group over ranks. In the returned tensor, the row
-    dimension of the piece may be split into several dimensions."""
+    shard, unless Megatron has split a query group over ranks. The returned tensor can have several
+    leading dimensions in place of the piece's dimension of rows."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

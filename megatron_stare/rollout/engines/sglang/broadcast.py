@@ -163,8 +163,9 @@ class BroadcastSync(WeightSync):
 
 
 def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
-    """Returns the rank offset of each server, followed by the size of the process group. Rank r of
-    a server becomes rank offset + r of the process group."""
+    """Returns the rank offset of each server, followed by the size of the process group. In the
+    process group, rank r of a server has the rank `offset + r`, where `offset` is the server's rank
+    offset."""
     return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 

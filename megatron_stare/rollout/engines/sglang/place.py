@@ -40,8 +40,8 @@ class Place:
 def this_host() -> str:
     """Returns a text that identifies this machine or container. The returned text contains the host
     name and, where they exist, the boot id, the network namespace, and the device number of the
-    shared memory. Any two machines or containers differ in the host name, the boot id, the network
-    namespace or the shared memory."""
+    shared memory. Any two machines or containers differ in at least one of host name, boot id,
+    network namespace and shared memory."""
     told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
     if _NETWORK.exists():
         told.append(os.readlink(_NETWORK))

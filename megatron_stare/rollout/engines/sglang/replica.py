@@ -77,7 +77,7 @@ class SGLangReplica(Replica):
 
     def engine(self) -> SGLangEngine:
         """See Replica. Waits until the server answers. If the server does not answer or cannot be
-        used, ends everything that this replica started."""
+        used, `engine` ends everything that this replica started and raises an error."""
         config, loop = self._config, asyncio.new_event_loop()
         target = servers_target(config)
         with contextlib.ExitStack() as stack:
@@ -273,7 +273,7 @@ def server_options(
 ) -> ServerOptions:
     """Returns the options for one process of a server. `number` is the index of the server in the
     run. `node` is the index of the process's node among the server's nodes. `address` is the
-    address of the node."""
+    network address of this node."""
     asked, device = config.sglang, server_device(config)
     process, processes = number * asked.nodes + node, config.rollout.engines * asked.nodes
     return ServerOptions(

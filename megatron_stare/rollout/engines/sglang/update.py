@@ -105,8 +105,8 @@ class WeightUpdate:
         return self._checksums
 
     async def end_sent(self, sent: Sent) -> None:
-        """Completes the update. After `end_sent`, every server holds the sent weights and samples
-        from these weights.
+        """Completes the update. After `end_sent`, every server holds the sent weights and uses them
+        for sampling.
 
         Raises:
             WeightUpdateError: the tensors of a server differ from the sent tensors in name, size or
