@@ -65,8 +65,9 @@ def group_advantages(
 
 def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
     """Returns a bool tensor with one entry for each group. `number` is the number of groups.
-    `counted` [B] bool marks the counted responses. A group's entry is True if all its counted
-    responses have the same value in `x` [B], and also if it has no counted responses."""
+    `counted` is a bool tensor [B] that is False for the responses to ignore. A group's entry is
+    True if all its counted responses have the same value in `x` [B], and also if it has no counted
+    responses."""
     infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
     low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")

@@ -11,9 +11,9 @@ _WORD = 2**64
 
 
 def uniform(seed: int, step: int, index: Tensor) -> Tensor:
-    """Returns a random number in [0, 1) for each token, with 24 random bits, [N] float32. Each
-    random number is a counter hash (splitmix64) of the seed, the step and the token's canonical
-    `index` [N] int64."""
+    """Returns a float32 tensor [N] with one random number in [0, 1) for each token. Each random
+    number has 24 random bits. Each random number is a counter hash (splitmix64) of the seed, the
+    step and the token's canonical `index` [N] int64."""
     salt = _mix(_mix(seed) + step)
     z = index * _signed(_GOLDEN) + _signed(salt)  # int64 arithmetic wraps, on CPU and GPU alike
     z = (z ^ _shift(z, 30)) * _signed(_MIX1)

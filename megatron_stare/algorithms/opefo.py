@@ -7,12 +7,13 @@ the entropy.
     w = 1 + lambda on L+ and U-         w = 1 - lambda on U+ and L-
 
 With the weights w, the sums F+ and F- both become 2 F+ F- / (F+ + F-), so their effects on the
-entropy cancel. If all tokens have equal coefficients in the loss (token_mean, no importance
-correction), a gradient step that starts at the sampling policy leaves the entropy unchanged to
-first order. OPEFO has no target entropy: the weights keep the entropy at its present value. Only
-summaries of the paper were available. The following detail is therefore inferred and not taken from
-the paper: F+ and F- use the exact Phi of all tokens in the whole batch. Phi always comes from the
-log-prob pass, for every value of `statistics.surprisal`.
+entropy cancel. Suppose that all tokens have the same coefficient in the loss (token_mean, no
+importance correction), and that a gradient step starts at the policy that sampled the tokens. This
+gradient step then leaves the entropy unchanged to first order. OPEFO has no target entropy: the
+weights keep the entropy at its present value. Only summaries of the paper were available. The
+following detail is therefore inferred and not taken from the paper: F+ and F- use the exact Phi of
+all tokens in the whole batch. Phi always comes from the log-prob pass, for every value of
+`statistics.surprisal`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Opefo(Reweighted):
         return "OPEFO's weights read the entropy sensitivity of the log-prob pass"
 
     def sides(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns three tensors [N]: the change c, the mask of the tokens that raise the entropy,
-        and the mask of the tokens that lower the entropy."""
+        """Returns three tensors [N]: each token's change c of the entropy, the mask of the tokens
+        that raise the entropy, and the mask of the tokens that lower the entropy."""
         phi = sensitivity_of(batch)
         part = quadrants(batch, phi)
         raising = part["rare_plus"] | part["common_minus"]

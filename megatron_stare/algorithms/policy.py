@@ -86,9 +86,9 @@ class PolicyGradient(Method):
     `truncated`: the treatment of responses that are cut off at the length limit (see shaping.py).
     `equal_groups`: the treatment of prompt groups in which all rewards are equal. With 'keep', the
         tokens of prompt groups with equal rewards count in the loss, in N (the divisor of the loss)
-        and in entropies. With 'mask', the tokens of prompt groups with equal rewards do not count
-        in the loss, in N or in entropies. The setting 'mask' acts like Skywork-OR1's code, which
-        drops prompt groups with equal rewards and does not refill the batch.
+        and in entropies. With 'mask', the loss, its divisor N and the entropies leave out the
+        tokens of prompt groups with equal rewards. The setting 'mask' acts like Skywork-OR1's code,
+        which drops prompt groups with equal rewards and does not refill the batch.
     `overlong`: DAPO's soft overlong punishment, or null.
     `length_penalty`: Group Relative Overlong Punishment (GROP), or null.
     `correction`: the importance correction from the rollout policy to the training policy, or null.
@@ -214,17 +214,17 @@ class PolicyGradient(Method):
         return asked | dict(self.asks(batch, narrowed.kept, known))
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns requests for the statistics that the method needs in addition to the statistics
-        of the filters and add-ons. The argument `kept` is a copy of `batch` whose loss mask
-        excludes all tokens that the filters removed."""
+        """Returns the method's own requests for statistics. The requests of the filters and of the
+        add-ons are not included. The argument `kept` is a copy of `batch` whose loss mask excludes
+        all tokens that the filters removed."""
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
-        """Returns the mask of the tokens that have a loss, [N] bool. A token has a policy loss if
-        the filters kept the token and the token's correction weight is above 0.
+        """Returns a bool tensor [N] that is True for the tokens that have a loss. A token has a
+        policy loss if the filters kept the token and the token's correction weight is above 0.
 
-        With a KL term or an entropy bonus, every token that the denominator of the loss counts has
-        a loss, because these terms also act on tokens without policy loss.
+        If the method has a KL term or an entropy bonus, all tokens in the denominator of the loss
+        have a loss, because these terms also act on tokens without policy loss.
         """
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted

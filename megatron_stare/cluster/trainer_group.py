@@ -137,9 +137,9 @@ class TrainerGroup:
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
-        """Returns the log-probs of the last batch's response tokens, [N] in canonical order, nats.
-        The log-probs are those of the policy before its updates on the last batch. A log-prob is
-        NaN if the token's loss mask is 0."""
+        """Returns a tensor [N] of log-probs in nats, one for each response token of the last batch,
+        in canonical order. The log-probs are those of the policy before its updates on the last
+        batch. A log-prob is NaN if the token's loss mask is 0."""
         if self._last is None:
             raise RuntimeError("there is no batch before compute_log_probs()")
         found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
@@ -149,8 +149,8 @@ class TrainerGroup:
 
     def token_numbers(self) -> list[TokenNumbers]:
         """Returns the per-token numbers that the last batch's updates computed for the samples in
-        `watched` (see `update`). The returned list can contain several entries of one rank, or
-        none."""
+        `watched` (see `update`). Some ranks add several entries to the returned list, and other
+        ranks add no entry."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
@@ -190,8 +190,9 @@ class TrainerGroup:
     def _deal(
         self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any
     ) -> list[Any]:
-        """Calls every worker with its data rank's share of the batch. Each share is stored only
-        once for all workers that have the same data rank."""
+        """Calls `method` on every worker, with the part of the batch that belongs to the worker's
+        data-parallel rank. All workers of one data-parallel rank use the same stored copy of this
+        part."""
         ranks = sorted(set(self._data_ranks))
         parts = batch.shares(plan.branches_of(rank) for rank in ranks)
         shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
@@ -241,8 +242,8 @@ class TrainerGroup:
         return here
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """Returns a dict for each rank. Its keys are the Hugging Face names of the tensors that the
-        rank would write in an export; its values are the shapes and dtypes of these tensors.
+        """Returns one dict for each rank. The dict describes the tensors that the rank would write
+        in an export: it maps each tensor's Hugging Face name to the tensor's shape and dtype.
         Exactly one rank writes each tensor."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
@@ -337,14 +338,15 @@ class TrainerGroup:
 
 def _each(told: Any) -> Sequence[Any]:
     """Returns, as a list, the results that a rank returned after it sent weights. If the engines
-    share the trainer's devices, the list contains one result for each engine whose handles the rank
-    collects. Otherwise the list contains a single result for all engines."""
+    share the trainer's devices, a rank can collect the memory handles for several engines. The list
+    then contains one result for each of these engines. If the engines do not share the trainer's
+    devices, the list contains a single result for all engines."""
     return told if isinstance(told, list) else [told]
 
 
 def _reported(results: Sequence[Any]) -> Any:
-    """Returns the only result that is not None. Only the reporting rank returns a result. This
-    result holds for all ranks."""
+    """Returns the only result that is not None. One rank, the reporting rank, returns this result
+    for all ranks, and every other rank returns None."""
     (result,) = (each for each in results if each is not None)
     return result
 
@@ -385,7 +387,7 @@ class Runner(Protocol):
 
 class TrainerWeights(WeightStream):
     """Weight stream of the trainer's ranks. `send_to` makes the ranks send the weights directly to
-    a SyncTarget. `buckets` instead yields the weights from rank 0, bucket by bucket.
+    a SyncTarget. The method `buckets` yields one bucket of weights at a time, from rank 0.
 
     Args:
         layouts: layouts of the buckets, in order.

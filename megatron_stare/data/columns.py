@@ -78,8 +78,9 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 def _chosen(
     rows: Sequence[Row], names: Sequence[str], path: str, role: str, usual: Sequence[str]
 ) -> str:
-    """Returns the first column of the list `usual` whose values are suitable for the given role.
-    `role` is 'prompt' or 'answer'. The comparison of column names ignores case."""
+    """Goes through the column names in `usual`, and returns the first column whose values are
+    suitable for the given role. `role` is 'prompt' or 'answer'. The comparison of column names
+    ignores case."""
     lower = {name.lower(): name for name in reversed(names)}
     why = ""
     for name in (lower[key] for key in usual if key in lower):

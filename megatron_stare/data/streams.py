@@ -2,9 +2,9 @@
 random number generator.
 
 A random number generator has a state, but a hash of counters has none. With the hash, a program can
-generate the problem at index 10^6 without generating the earlier problems. A resumed run has no
-generator state to restore. This module imports no libraries, so tools can use the tasks without
-torch.
+generate the problem at index 10^6 without generating the earlier problems. A resumed run does not
+need to restore the state of a random number generator. This module imports no libraries, so tools
+can use the tasks without torch.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ of the squares. After loading the checkpoint, the ranks compute the log-probs an
 and the driver compares them with the stored numbers.
 
 The log-probs must be bit-identical if layout, number of threads, kind of device, libraries and this
-package's code are unchanged, and if the run neither compiles functions nor adds numbers in an order
-that varies. A change of layout, threads, device, libraries or code may change the order in which
-numbers are summed, and torch.compile may change this order too. If the model's dtype is float32, a
-different summation order may change a log-prob by at most LARGEST. If the model's dtype has 16
-bits, the mean change of the log-probs must stay within the bound on the mean difference between
-engine and trainer (rollout/agreement/limits.py). Measurements are in docs/diagnostics.md.
+package's code are unchanged. This rule does not apply to a run that compiles functions or adds
+numbers in a varying order. A change of layout, threads, device, libraries or code may change the
+order in which numbers are summed, and torch.compile may change this order too. With a different
+summation order, a log-prob of a float32 model may differ from the stored log-prob by at most
+`LARGEST` nats. If the model's dtype has 16 bits, the mean change of the log-probs must stay within
+the bound on the mean difference between engine and trainer (rollout/agreement/limits.py).
+Measurements are in docs/diagnostics.md.
 
 Shape legend: N is the number of response positions of the canary.
 """
@@ -49,10 +50,10 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    `layout`: text that describes the ranks' layout, threads and devices. A resumed run describes
-        its own ranks in a text of the same form. If the resumed run's text equals `layout`, and if
-        `layout` mentions neither compiled functions nor sums in a varying order, the resumed run's
-        log-probs must be bit-identical to the stored log-probs.
+    `layout`: text that describes the ranks' layout, threads and devices. A resumed run compares
+        `layout` with the description of its own ranks. The resumed run's log-probs must be
+        bit-identical to the stored log-probs if the two texts are equal and mention neither
+        compiled functions nor sums in a varying order.
     `sequences`: token ids of the canary.
     `proof`: log-probs, counts and sums that the ranks computed.
     """
@@ -108,9 +109,9 @@ class SelfTest:
 
 
 def canary_of(batch: RolloutBatch) -> list[list[int]]:
-    """Returns the canary of a batch, with one token sequence for each of the first SEQUENCES
-    prompts. A sequence consists of the end of a prompt and the start of the prompt's first
-    response, and has at most LONGEST tokens."""
+    """Returns the canary of a batch. The canary contains one token sequence for each of the first
+    `SEQUENCES` prompts. A sequence consists of the end of a prompt and the start of the prompt's
+    first response, and has at most `LONGEST` tokens."""
     lengths, prompts = batch.lengths.tolist(), batch.branches.contexts.tolist()
     sequences = batch.tokens.split(lengths)
     groups = batch.branch_groups.tolist()

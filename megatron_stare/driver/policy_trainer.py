@@ -122,7 +122,7 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk if the batches of fewer than `faults.guards.dumps` other steps
+        """Writes the batch to disk, unless batches of at least `faults.guards.dumps` other steps
         are already on disk. Ignores write errors, such as a full disk.
 
         Args:

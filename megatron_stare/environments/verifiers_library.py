@@ -177,12 +177,11 @@ class Library:
     def task(self, at: int) -> Any:
         """Returns a task of the taskset as a `verifiers.v1.Task`. The caller passes the task's
         index in the taskset. For an endless taskset, two constants limit the number of tasks in
-        memory. EVALUATED is the number of tasks from the beginning of the taskset that stay in
-        memory, because evaluations use these tasks repeatedly. RECENT is the number of tasks that
-        stay in memory because these tasks were read last. If a run goes back to an earlier
-        checkpoint and needs a task that is no longer in memory, the taskset is read again from its
-        beginning. Raises DataError if the taskset begins with a different task when it is read
-        again."""
+        memory. The first `EVALUATED` tasks of the taskset stay in memory, because evaluations use
+        these tasks repeatedly. The `RECENT` tasks that were read last also stay in memory. If a run
+        goes back to an earlier checkpoint and needs a task that is no longer in memory, the taskset
+        is read again from its beginning. Raises DataError if the taskset begins with a different
+        task when it is read again."""
         if at < self._drawn and at not in self._tasks:
             first = self._tasks[0]
             self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0

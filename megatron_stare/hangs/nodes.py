@@ -107,9 +107,9 @@ class Nodes:
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
         """Asks every node for its facts, and returns at once a function that collects the answers.
-        The returned function waits for the answers, but stops waiting ANSWER_S seconds after the
-        call of `ask`. The returned function then returns two values: the answers of the nodes, and
-        a dict that maps each node without an answer to the reason."""
+        The returned function waits for the answers, at most until `ANSWER_S` seconds after the call
+        of `ask`. The returned function then returns two values: the answers of the nodes, and a
+        dict that maps each node without an answer to the reason."""
         deadline = time.monotonic() + ANSWER_S
         with self._changed:
             nodes = dict(self._lines)

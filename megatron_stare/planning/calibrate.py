@@ -56,10 +56,10 @@ def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
 
     Both coefficients are at least 0. The fit can separate the two coefficients only if the ratio
     `other` / `ideal` differs enough between the runs: the largest ratio must be at least `APART`
-    times the smallest ratio. If the largest ratio is below `APART` times the smallest ratio, or if
-    there is only one run, the coefficient `times` is 0. If the coefficient `inverse` is below the
-    argument `least`, the runs were faster than the GPU's peak rate. The coefficient `inverse` can
-    be below `least` only if the coefficient `times` is 0.
+    times the smallest ratio. If the largest ratio `other` / `ideal` is below `APART` times the
+    smallest such ratio, or if there is only one run, the coefficient `times` is 0. If the
+    coefficient `inverse` is below the argument `least`, the runs were faster than the GPU's peak
+    rate. The coefficient `inverse` can be below `least` only if the coefficient `times` is 0.
     """
     ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
     ones = np.ones(len(runs))
@@ -84,7 +84,7 @@ def calibrate(
 ) -> Fitted:
     """Fits the time model's coefficients to the median times of the runs' phases. One run suffices
     to fit the rate of every phase. If the runs differ in model width or batch size, `calibrate`
-    also fits how long a phase takes outside its matrix products.
+    also fits the time that a phase spends outside its matrix products.
 
     Args:
         prompt: mean number of tokens of a prompt. The metrics do not contain this number. None: the
@@ -172,7 +172,7 @@ def _parts(
 
 def medians(run_dir: Path) -> dict[str, float]:
     """Returns the medians of a run's time and length metrics over all steps but the first
-    `WARM_UP`. Raises DataError if the run has fewer than `LEAST` further steps."""
+    `WARM_UP`. Raises DataError if fewer than `LEAST` steps follow the first `WARM_UP` steps."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

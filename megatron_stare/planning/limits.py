@@ -31,7 +31,7 @@ class Held:
     """A time limit for some work, and the planned time of this work, both in seconds.
 
     `where`: name of the setting that contains the limit.
-    `what`: name of the work that the setting limits.
+    `what`: name of the work whose time is limited.
     """
 
     where: str

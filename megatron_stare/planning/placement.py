@@ -172,7 +172,8 @@ class Plan:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """Nodes that the run uses, in order."""
+        """Nodes that the run uses: first the nodes of the trainer ranks, then the other nodes with
+        replica parts."""
         return tuple(dict.fromkeys((*self.ranks, *self.parts)))
 
     def ranks_on(self, node: Node) -> range:
@@ -189,8 +190,8 @@ class Plan:
         return [number for number, each in enumerate(self.parts) if each == node]
 
     def sharing(self, part: int) -> range:
-        """Returns the trainer ranks that share their GPUs with a replica part. `part` is the index
-        of the replica part. `demand.shared` must be set."""
+        """Returns the trainer ranks that share their GPUs with a replica part. The argument `part`
+        is the replica part's index in `parts`. `demand.shared` must be set."""
         node, size = self.parts[part], self.demand.part_gpus
         first = self.ranks_on(node).start + size * self.parts_on(node).index(part)
         return range(first, first + size)
@@ -215,8 +216,8 @@ def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
 
 
 def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
-    """Chooses how many ranks each node gets, such that all replicas fit too. Each node gets a
-    multiple of `block` ranks. Returns None if no such choice exists.
+    """Chooses a number of ranks for each node. With the chosen numbers, all replicas also fit on
+    the nodes. Each node gets a multiple of `block` ranks. Returns None if no such choice exists.
 
     Nodes at the start of the list get as many ranks as possible.
     """
@@ -319,8 +320,8 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """Returns the smallest number of equal parts into which `gpus` GPUs can be divided if a part
-    may have at most `most` GPUs."""
+    """Divides GPUs into as few equal parts as possible, and returns the number of parts. `gpus` is
+    the number of GPUs. `most` is the largest number of GPUs that a part may have."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )

@@ -174,9 +174,9 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Checks whether the recorded signal is allowed to raise KeyboardInterrupt now. If the
-        signal is allowed to raise KeyboardInterrupt, sets the deadline by which the driver's thread
-        must poll, and cancels the asyncio task that the driver's thread is running, if any."""
+        """Checks whether the recorded signal is allowed to raise KeyboardInterrupt now. A signal
+        that is allowed to raise KeyboardInterrupt sets the deadline by which the driver's thread
+        must poll, and cancels any asyncio task that the driver's thread is running."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -220,8 +220,7 @@ class Interruption:
     def guard(self, on: bool) -> None:
         """Makes the main thread restore the signal handlers of this process. If `on` is True, the
         main thread restores the handlers repeatedly until `guard(False)` is called. If `on` is
-        False, the main thread restores the handlers once more and then no longer restores the
-        handlers repeatedly."""
+        False, the main thread restores the handlers one last time."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -240,8 +239,8 @@ class Interruption:
             self._open_to = set(numbers)
 
     def closing(self, by: int) -> None:
-        """Adds `by` to the number of open `uninterrupted` contexts. `by` is 1 when an
-        `uninterrupted` context opens, and -1 when an `uninterrupted` context closes."""
+        """Updates the number of open `uninterrupted` contexts. The argument `by` is 1 when such a
+        context opens, and -1 when such a context closes."""
         with self._lock:
             self._closing += by
 
@@ -463,11 +462,11 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares that the run begins to make training steps, or that the run stops making training
-    steps if `grace_s` is None. While the run makes training steps, `poll` raises KeyboardInterrupt
-    in two cases only: inside an `open_to` context for the received signal, or later than `grace_s`
-    seconds after a signal in ENDING. Between two steps, the session calls `raise_if_received`
-    instead of `poll`.
+    """Declares the beginning or the end of the time in which the run makes training steps. A number
+    in `grace_s` declares the beginning, and None declares the end. While the run makes training
+    steps, `poll` raises KeyboardInterrupt in two cases only: inside an `open_to` context for the
+    received signal, or later than `grace_s` seconds after a signal in ENDING. Between two steps,
+    the session calls `raise_if_received` instead of `poll`.
 
     Args:
         grace_s: seconds after a signal in ENDING until the run ends at its next poll; None: the
@@ -559,8 +558,8 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     tasks of this event loop. Signals have the same effect as in `run_on`.
 
     All calls of `run_whole` on one thread use the same event loop, whereas each call of asyncio.run
-    makes a new event loop. A client or a semaphore that a user's environment keeps therefore also
-    works in the next step.
+    makes a new event loop. Therefore, if a user's environment keeps a client or a semaphore, this
+    object also works in the next step.
     """
     loop = _of_thread.kept.loop
     try:

@@ -197,8 +197,8 @@ class MicroBatchPlan:
 
     @property
     def mini_batches(self) -> list[slice]:
-        """One slice for each mini-batch, which selects the mini-batch's micro-batches from a rank's
-        list of micro-batches."""
+        """One slice for each mini-batch. The slice selects the mini-batch's micro-batches from a
+        rank's list of micro-batches."""
         sizes = self.sizes or (self.micro_batches,)
         return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 

@@ -42,7 +42,7 @@ class LogProbDifference:
     `everywhere`: summary of the log-prob differences for all tokens. If no rank has compared a
         token, the token's difference is NaN.
     `lowest`: the smallest signed difference; NaN if any difference is NaN.
-    `quantiles`: quantiles of the absolute differences, by name.
+    `quantiles`: quantiles of the absolute differences. The keys are names such as p90.
     `from_position`: dict with one summary of log-prob differences for each range of positions in
         the response. The key of each summary is the first position of the summary's range. Ranges
         without tokens are left out.

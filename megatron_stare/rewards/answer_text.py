@@ -129,8 +129,8 @@ def quotient(text: str) -> Fraction | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Returns the exact number that a text names in digits, such as 0.5, or as a fraction of two
-    integers, such as 1/2. Returns None for any other text, and for a number whose decimal
+    """Returns the exact value of a number that is written in digits, such as 0.5, or as a fraction
+    of two integers, such as 1/2. Returns None for any other text, and for a number whose decimal
     exponent is above 100 or below -100."""
     if (value := number(text)) is not None:
         return Fraction(value) if not value or abs(value.adjusted()) <= _DIGITS else None

@@ -1,5 +1,5 @@
 r"""Verifies answers that consist of one number. The number may differ slightly from the reference.
-Runs in reward workers and does not import torch."""
+The module runs in reward workers and does not import torch."""
 
 from __future__ import annotations
 

@@ -132,9 +132,9 @@ def users_line(error: BaseException) -> str:
     The text names the line of the innermost frame outside this project and outside installed
     libraries. For example, suppose that the user's code calls the library json, and that json
     raises an error. The text then gives the line of the user's code that calls json, not the line
-    of json that raises the error. If the traceback contains no frame of user code, because the
-    verifier itself is part of an installed library, the text names the line of the outermost frame
-    outside this project.
+    of json that raises the error. A verifier can itself be part of an installed library, so that
+    the traceback contains no frame of user code. The text then names the line of the outermost
+    frame outside this project.
     """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)

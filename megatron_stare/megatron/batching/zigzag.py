@@ -58,10 +58,10 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns an int64 tensor [t], the order that restores a packed row from the concatenated
-        columns of all ranks. In the concatenation, the columns of rank 0 come first, then the
-        columns of rank 1, and so on. Entry i of the result says at which index the concatenation
-        contains column i of the packed row."""
+        """Returns an int64 tensor [t] of indices. Indexing the concatenated columns of all ranks
+        with this tensor restores a packed row. In the concatenation, the columns of rank 0 come
+        first, then the columns of rank 1, and so on. If entry i of the returned tensor is k, column
+        k of the concatenation is column i of the packed row."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

@@ -30,7 +30,7 @@ _COLLECTED_EVERY = 4  # ranks between two collections: a model is a reference cy
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks that one process builds."""
+    """Ranks whose parts of the model are built by one process, and the settings of the model."""
 
     shape: ModelShape
     model: ModelConfig
@@ -185,9 +185,9 @@ def _faults_of_replicas(
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Returns the number of copies that one data-parallel replica holds of each part of a tensor.
-    If a tensor is not cut, every tensor-parallel rank holds a copy of the whole tensor. If the
-    embedding is tied, the first and the last pipeline stage each hold a copy of the embedding."""
+    """Returns how many copies of each part of a tensor one data-parallel replica holds. If a tensor
+    is not cut, every tensor-parallel rank holds a copy of the whole tensor. If the embedding is
+    tied, the first and the last pipeline stage each hold a copy of the embedding."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
 

@@ -15,8 +15,8 @@ UNDEFINED: tuple[tuple[ModuleType, str], ...] = ()
 
 
 def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
-    """Returns the feed-forward submodules of a local layer, so that the caller can replace them in
-    place."""
+    """Returns the feed-forward submodules in the spec of one of Megatron's local layers (layers
+    without Transformer Engine). The caller can replace the submodules in place."""
     return layer.submodules.mlp.keywords["submodules"]  # the layer is a partial of its class
 
 

@@ -24,9 +24,9 @@ _BY_STEP = (
 
 
 def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
-    """Compares the results of `run` with the results of `first`. Returns the differences, keyed by
-    the result's label in the report. A difference is the value of `run` minus the value of
-    `first`."""
+    """Compares the results of `run` with the results of `first`. Returns a dict that maps each
+    result's label in the report to the difference of this result. A difference is the value of
+    `run` minus the value of `first`."""
     found: dict[str, Figure] = {}
     for task in first.tasks:
         one, two = first.on_task(task), run.on_task(task)
@@ -44,9 +44,9 @@ def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
 
 
 def outcome(first: RunRecord, run: RunRecord) -> str:
-    """Returns a sentence that compares the sampled result and the entropy of `run` with those of
-    the first run. If one of the two runs has no sampled result, the sentence compares entropy and
-    reward instead."""
+    """Returns a sentence that compares `run` with the first run. The sentence compares the entropy,
+    and the result of an evaluation with sampled responses. If one of the two runs has no such
+    result, the sentence compares entropy and reward instead."""
     found, task = against(first, run), first.tasks[0]
     label = labels_of(first.on_task(task), task)[0]
     name = label.partition(", ")[0]
@@ -87,7 +87,7 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
     """Compares a metric over the last third of the steps that both runs have. Neighbouring steps
-    are not independent, so each block of RECENT steps is treated as one observation."""
+    are not independent, so each block of `RECENT` consecutive steps counts as one observation."""
     pair = _over_steps(first, run, key)
     if pair is None:
         return None

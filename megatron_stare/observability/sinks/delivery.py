@@ -63,8 +63,8 @@ class Background:
             raise error
 
     def close(self, limit_s: float) -> bool:
-        """Waits at most `limit_s` seconds for the queued calls. Returns True if all calls were
-        made. Returns False without waiting if the queue is full.
+        """Waits at most `limit_s` seconds for the queued calls. Returns True if all queued calls
+        were made within this limit. Returns False without waiting if the queue is full.
 
         Raises:
             Exception: the error of a queued call, if `call` has not raised this error already.

@@ -73,8 +73,8 @@ class PromptStream(Protocol):
 
 class _Judging:
     """Obtains verdicts on the responses of a rollout. If the verifier needs whole groups, a
-    response waits until all responses to the same prompt have arrived. The last response to a
-    prompt starts the verification of all responses to that prompt.
+    response waits until all responses to the same prompt have arrived. When the last response to a
+    prompt arrives, all responses to this prompt are verified together.
 
     Args:
         wanted: number of responses to expect, by prompt cursor.
@@ -161,8 +161,8 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def publish(self, weights: WeightStream, version: int) -> None:
-        """Publishes new weights. After this call, `next` returns no token whose weights are older
-        than the source allows."""
+        """Publishes new weights. After this call, the batches from `next` contain no token that was
+        sampled from weights older than the source allows."""
 
     @abstractmethod
     def state(self) -> dict[str, int]:
@@ -298,8 +298,9 @@ class Rollouts:
             return True
 
         async def one(number: int, serving: Serving, judging: _Judging) -> None:
-            """Makes one trajectory, from its prompt to its verdict. Ends early if the response is
-            cut, or if this task is cancelled because enough trajectories are finished."""
+            """Makes one trajectory, from its prompt to its verdict. The function returns early if
+            the response is cut, or if the response is cancelled because enough trajectories are
+            finished."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt

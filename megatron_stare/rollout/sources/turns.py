@@ -258,8 +258,9 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids, in ascending order, of the tokens that may complete one of the stop strings.
     A token may complete a stop string if the token's text starts with a suffix of the stop string,
-    or contains the whole stop string. A token whose bytes begin or end in the middle of a character
-    is returned if the token's text contains the last character of a stop string."""
+    or contains the whole stop string. Some tokens begin or end in the middle of a character's
+    bytes. The id of such a token is returned if the token's text contains the last character of a
+    stop string."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:

@@ -184,9 +184,9 @@ def plan_of(
 class Held:
     """A piece of the Hugging Face tensor `hf`. One rank holds the piece. Other ranks may hold the
     same piece, so the plan later chooses the rank that sends the piece. The tensor is split along
-    dimension `cut` over `parts` tensor-parallel ranks. The tensor-parallel rank with index `part`
-    holds the piece. A fused tensor consists of sections, such as q, k and v. Each section is split
-    over the ranks separately. If the tensor is replicated, `parts` is 1."""
+    dimension `cut` into `parts` parts, one for each tensor-parallel rank. The tensor-parallel rank
+    with index `part` holds the piece. A fused tensor consists of sections, such as q, k and v. Each
+    section is split over the ranks separately. If the tensor is replicated, `parts` is 1."""
 
     hf: str
     dtype: torch.dtype

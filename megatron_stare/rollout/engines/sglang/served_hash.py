@@ -30,8 +30,8 @@ class Digest(Protocol):
     """Incremental hash of the concatenated bytes of several tensors."""
 
     def update(self, part: Tensor) -> None:
-        """Adds the bytes of the tensor `part`, in the order of the tensor's elements. The tensor
-        may have any dtype, shape and stride, and may change after the call."""
+        """Appends the bytes of the tensor `part` to the hashed bytes, in the order of the tensor's
+        elements. The tensor may have any dtype, shape and stride, and may change after the call."""
 
     def hexdigest(self) -> str:
         """Returns 16 hexadecimal digits. Nothing may be added afterwards."""

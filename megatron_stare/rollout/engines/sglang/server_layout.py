@@ -30,8 +30,8 @@ class ServerLayout:
     model's experts are sharded over the same tensor-parallel ranks as its other weights.
 
     With SGLang's attention DP (data-parallel attention), each group of ranks computes attention for
-    its own requests. With attention DP, every group holds all attention weights and the whole
-    embedding, sharded over the group's ranks.
+    its own requests. With attention DP, every group of ranks has its own copy of the attention
+    weights and of the embedding. The ranks of a group shard this copy among themselves.
     """
 
     device: str = "cpu"

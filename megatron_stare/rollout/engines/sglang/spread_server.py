@@ -93,7 +93,7 @@ class SpreadServer(ServerProcess):
             self._fallen = self._fallen or how
 
     def memory_mb(self) -> float:
-        """Returns the server's memory, summed over all nodes; see ServerProcess."""
+        """Returns the server's memory use (Pss), summed over all nodes, in units of 10^6 bytes."""
         return super().memory_mb() + sum(self._parts.call("memory_mb"))
 
     def close(self) -> None:

@@ -81,10 +81,10 @@ class ServersTarget(SyncTarget):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """Returns False if the weights are sent through files or shared devices, and True
-        otherwise. A server handles one update at a time, and receives and loads weights in one
-        thread. If two senders broadcast at the same time, two servers could take the broadcasts in
-        different orders and deadlock."""
+        """Returns False if the weights are sent through files, or if `shares_devices` is True.
+        Returns True in all other cases. A server handles one update at a time, and receives and
+        loads weights in one thread. If two senders broadcast at the same time, two servers could
+        take the broadcasts in different orders and deadlock."""
         return self.method != "disk" and not self.shares_devices
 
     @property
@@ -104,9 +104,9 @@ class ServersTarget(SyncTarget):
     def owners_send(self) -> bool:
         """Returns True if all servers are on GPUs and `shares_devices` is False. If `owners_send`
         is True, each rank sends the experts that the rank holds. Servers keep all experts of a
-        layer in one parameter. The hash that servers on GPUs use can be computed from parts of the
-        parameter, so a sender can hash its own experts. Servers on CPUs use SHA-256, which needs
-        all bytes of the parameter in one process."""
+        layer in one parameter. Servers on GPUs use a hash that can be computed from parts of a
+        parameter, so each sender can hash only its own experts. Servers on CPUs use SHA-256, which
+        needs all bytes of the parameter in one process."""
         return not self.shares_devices and all(
             server.layout.device == "cuda" for server in self.servers
         )
