@@ -87,8 +87,8 @@ class GuardError(UserError):
 
 
 class RollBack(Exception):
-    """Raised to roll a run back to its newest checkpoint, and to leave out some prompts from then
-    on.
+    """Raised if a run must be rolled back to its newest checkpoint, and must leave out some prompts
+    afterwards.
 
     Args:
         step: step that caused the rollback.
@@ -131,8 +131,8 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Returns a readable message for an error that pydantic reports about a value. For an unknown
-    kind of error, returns pydantic's own message."""
+    """Returns a readable message for an error that pydantic reports about a value. Returns
+    pydantic's own message for an unknown kind of error."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

@@ -7,10 +7,10 @@ tokens of highest entropy.
 
 The official code selects tokens in each micro-batch separately. This file selects the k tokens of
 largest entropy in the whole batch. TRL and the setting `denominator: all` divide the loss by the
-number of all tokens instead of the number of kept tokens, so the loss is about five times smaller.
-In the formula for k, N is the number of tokens with a nonzero advantage. According to the paper's
-text, N counts all response tokens, including tokens with advantage 0. The setting `candidates: all`
-follows the paper's text.
+number of all tokens. Division by the number of all tokens makes the loss about five times smaller
+than division by the number of kept tokens. In the formula for k, N is the number of tokens with a
+nonzero advantage. According to the paper's text, N counts all response tokens, including tokens
+with advantage 0. The setting `candidates: all` follows the paper's text.
 """
 
 from __future__ import annotations

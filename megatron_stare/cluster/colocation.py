@@ -114,8 +114,8 @@ class Colocation:
 
     def synced(self) -> None:
         """Offloads the trainer after a verified weight sync. The next log-prob pass loads the
-        trainer again. Allows restarts of lost servers. The next call of `release` forbids restarts
-        again."""
+        trainer again. Allows restarts of lost servers. A later call of `release` forbids restarts
+        of lost servers."""
         if self._on:
             self._leave(self._leaving)
             self._engines.allow_restarts()

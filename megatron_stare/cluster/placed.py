@@ -21,9 +21,9 @@ class Spot:
 
 
 def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
-    """Assigns the ranks to the processes. Returns, for each rank, the index of the rank's process
-    in `spots`. The ranks are numbered node by node, in the plan's order of nodes. On each node, the
-    ranks are numbered in the order of their processes' GPU indices.
+    """Assigns the ranks to the processes. Returns one index into `spots` for each rank: the index
+    of the process that runs this rank. The ranks are numbered node by node, in the plan's order of
+    nodes. On each node, the ranks are numbered in the order of their processes' GPU indices.
 
     Args:
         spots: the nodes and GPUs of the processes, in the order in which the processes were
@@ -104,7 +104,7 @@ def _check_spot(
 
 def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
     """Returns the environment variable CUDA_VISIBLE_DEVICES for a replica part that shares the
-    ranks' GPUs. For a replica part that has its own GPUs, returns {}, because Ray sets
+    ranks' GPUs. Returns {} for a replica part that has its own GPUs, because Ray sets
     CUDA_VISIBLE_DEVICES for this part."""
     gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -124,8 +124,8 @@ def _elsewhere(what: str) -> PlacementError:
 
 
 def table(plan: Plan, ranks: Sequence[Spot] = (), replicas: Sequence[Spot] = ()) -> list[str]:
-    """Formats the plan as a table with one line for each node. The lines contain GPU indices if
-    `ranks` and `replicas` are given."""
+    """Formats the plan as a table with one line for each node. If `ranks` and `replicas` are given,
+    the lines also contain the GPU indices of ranks and engines."""
     rows = [("node", "GPUs free", "trainer ranks", "engines")]
     for node in plan.nodes:
         own = plan.ranks_on(node)

@@ -1,5 +1,5 @@
-"""Suggests STARE's entropy target and token weights from the first steps of a run: the command
-`megatron-stare suggest`."""
+"""Defines the command `megatron-stare suggest`, which suggests STARE's entropy target and token
+weights from the first steps of a run."""
 
 from __future__ import annotations
 

@@ -76,9 +76,9 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
 
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
-    """Returns a pair. The first element is the class or function that builds the configured source
-    (`data.source`). The second element is a dict of the source's settings. Raises ConfigError like
-    `make_source`."""
+    """Returns a pair (factory, settings). The factory is the class or function that builds the
+    configured source (`data.source`). The settings are a dict with the settings of this source.
+    Raises ConfigError like `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):

@@ -71,7 +71,8 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """Name that all reorderings of the problem share, such as '33 2 5 8 = 38'."""
+        """Name of the problem, such as '33 2 5 8 = 38'. Problems that differ only in the order of
+        their operands have the same name."""
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:

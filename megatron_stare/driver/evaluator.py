@@ -109,8 +109,9 @@ class Evaluator:
         greedy: bool,
     ) -> list[Response]:
         """Returns `count` verified responses per prompt, ordered by prompt and sample index.
-        Samples only the responses that `kept` lacks. If the verifier needs all responses to a
-        prompt at once and `kept` lacks one of them, samples all responses to this prompt again."""
+        Samples only the responses that are not in `kept`. If the verifier needs all responses to a
+        prompt at once and one of these responses is not in `kept`, the method samples all responses
+        to this prompt again."""
         known = dict(kept.known(greedy)) if kept is not None else {}
         wanted = [(prompt, index) for prompt in prompts for index in range(count)]
         missing = [
@@ -174,9 +175,9 @@ class Evaluator:
     async def _judged(
         self, verifier: Extension, stored: Sequence[Response], answers: int
     ) -> AsyncIterator[Verdicts]:
-        """Yields an object that verifies each answer as soon as the answer arrives. `answers` is
-        the number of answers that will arrive. The limit `reward.max_failure_rate` applies to the
-        arriving answers and the answers in `stored` together.
+        """Yields an object that verifies each answer as soon as the answer arrives. The argument
+        `answers` says how many answers will arrive. The limit `reward.max_failure_rate` applies to
+        the arriving answers and the answers in `stored` together.
 
         Raises:
             RewardFailureError: more verifier calls timed out or crashed than the configuration

@@ -50,8 +50,8 @@ class Answered:
     @property
     def votes(self) -> list[tuple[int, float]]:
         """Returns a pair (`number`, `share`) for every answer class, in the order in which the
-        classes first appear. The answer class contains `number` responses, and `share` is the
-        fraction of these responses that is right."""
+        classes first appear. `number` is the number of responses in the class, and `share` is the
+        fraction of these responses that are right."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each

@@ -75,8 +75,9 @@ class Vigil:
 
     def without_s(self, beat: Beat, now: float) -> float:
         """Returns the seconds without progress. Does not count the seconds in which the whole
-        machine stood still, or the seconds in which the run's processes waited for a CPU. For waits
-        for a CPU, subtracts at most STARVED times the phase's time limit."""
+        machine stood still, or the seconds in which the run's processes waited for a CPU. The
+        seconds of waiting for a CPU are left out only up to a maximum of `STARVED` times the
+        phase's time limit."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 
@@ -104,8 +105,8 @@ class Starvation:
         return total
 
     def forget(self) -> None:
-        """Discards earlier measurements, so that the next call of `since` returns 0 like the first
-        call."""
+        """Discards earlier measurements. The next call of `since` therefore returns 0, as the first
+        call does."""
         self._waited = {}
 
 

@@ -224,9 +224,9 @@ class Trainer:
         offloaded part brings the part back to the device.
 
         All ranks must call `offload`. Offloading is safe between any two calls, even while a
-        checkpoint is being written. Offloading does not change the data that the checkpoint's
-        writer processes read: a separate copy, or memory that the processes inherited when they
-        were forked.
+        checkpoint is being written. The checkpoint's writer processes read either a separate copy
+        of the data, or memory that the writer processes inherited when they were forked. Offloading
+        changes neither of these.
         """
         self.memory.offload(parts)
         # Megatron keeps a table for each of 32 lengths on the device, 16 MB for 32k tokens
@@ -416,8 +416,9 @@ class Trainer:
         self.policy.reference.refresh(self.policy.model)
 
     def export(self) -> dict[str, Tensor]:
-        """Returns all tensors of the policy by Hugging Face name on the first rank, and an empty
-        dict on other ranks. Use `export` only for models that fit into one process."""
+        """Returns a dict that maps the Hugging Face name of every tensor of the policy to the
+        tensor. Every rank except the first returns an empty dict. Use `export` only for models that
+        fit into one process."""
         self.onload(("parameters",))
         finish_gather(self.policy.model)
         return export_hf(self.policy.model, self.policy.shape, self.policy.layout)
@@ -451,9 +452,9 @@ class Trainer:
         return self.stream.end()
 
     def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
-        """Prepares to send the current weights to the engines. Unless the engines share devices
-        with the trainer, gathers the first bucket of this stage's weights. All ranks must call
-        `prepare_weights`.
+        """Prepares to send the current weights to the engines. If the engines do not share devices
+        with the trainer, `prepare_weights` gathers the first bucket of this stage's weights. All
+        ranks must call `prepare_weights`.
 
         Args:
             prove: whether senders compute checksums for the engines to verify.
@@ -598,8 +599,8 @@ class Trainer:
 
     def verify(self, folder: str) -> None:
         """Verifies the checksums of this rank's share of a checkpoint's tensor files. Raises
-        DataError if a file changed since it was written. A checkpoint of an earlier release has no
-        checksums and always passes."""
+        DataError if a file changed since it was written. A checkpoint that an earlier release wrote
+        has no checksums, so the verification always succeeds."""
         sums, layout = read_manifest(Path(folder)) or {}, self.policy.layout
         mine = shares(tensors_of(sums), layout.world)[layout.rank]
         check_bytes(Path(folder), mine, self.config.checkpoint.writers)

@@ -250,7 +250,7 @@ class ModelFamily:
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
         """Returns the settings of Megatron's TransformerConfig that define the computation. The
-        settings of parallelism are not included, because they come from the run's configuration."""
+        parallelism settings are not included, because they come from the run's configuration."""
         return {
             "num_layers": shape.layers,
             "hidden_size": shape.hidden,
@@ -278,8 +278,8 @@ class ModelFamily:
         }
 
     def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns the checkpoint tensors that make up one parameter of the transformers model,
-        keyed by name. The tensors are views of the parameter where possible."""
+        """Returns a dict of named checkpoint tensors, which together make up one parameter of a
+        model in the library transformers. The tensors are views of the parameter where possible."""
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:

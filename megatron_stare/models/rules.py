@@ -49,8 +49,8 @@ class Rule:
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the Hugging Face tensors that contain the parts of the Megatron parameter, such
-        as q, k and v. Each part of the Megatron parameter has one name in the result, in the order
-        of the parts. The name of a fused tensor is repeated for each of its parts."""
+        as q, k and v. The result contains one name for each part of the Megatron parameter, in the
+        order of the parts. The name of a fused tensor is repeated for each of its parts."""
         return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
 
     def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
@@ -168,12 +168,12 @@ def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) 
     """Splits this rank's shard of a Megatron tensor into blocks, one for each part in rule.sources.
     The Megatron tensor is a weight or a gradient.
 
-    To rebuild a part of the Megatron tensor, concatenate the blocks that all ranks return for this
-    part, along the dimension rule.cut. If the layout is `replicated`, concatenation is not needed,
-    because every rank's block already contains the complete Hugging Face tensor. Blocks are views
-    of the shard, unless Megatron has split a query group over ranks. A block can have several
-    leading dimensions instead of one dimension of rows. Flatten the block's leading dimensions to
-    get the block's rows in order.
+    To rebuild a part of the Megatron tensor, take every rank's block for this part, and concatenate
+    the blocks along the dimension `rule.cut`. If the layout is `replicated`, concatenation is not
+    needed, because every rank's block already contains the complete Hugging Face tensor. Blocks are
+    views of the shard, unless Megatron has split a query group over ranks. In the layout `qkv`, a
+    block can have the leading dimensions [query groups, heads, head_dim] in place of one dimension
+    for the rows. Flatten the block's leading dimensions to get the block's rows in order.
     """
     match rule.layout:
         case "replicated" | "column" | "row":

@@ -99,8 +99,8 @@ def _blocks(
 
 
 def _widened(block: Tensor, buffer: Tensor) -> Tensor:
-    """Returns the block in the buffer's dtype. If the block already has the buffer's dtype, returns
-    the block itself."""
+    """Returns the block in the buffer's dtype. Returns the block itself if the block already has
+    the buffer's dtype."""
     return block if block.dtype == buffer.dtype else buffer.copy_(block)
 
 

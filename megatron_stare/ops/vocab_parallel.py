@@ -116,8 +116,8 @@ class Rows:
         rank has this column.
     `m`: the maximum of a row's logits over the columns of all ranks. The field m has the dtype of
         the row sums, and this dtype can represent m exactly.
-    `s`, `entropy`: the softmax denominator sum_v exp(d_v) of the row and the entropy of the row,
-        over the columns of all ranks, in float64.
+    `s`: the softmax denominator sum_v exp(d_v) of a row over the columns of all ranks, in float64.
+    `entropy`: the entropy of a row over the columns of all ranks, in float64.
     """
 
     local: Tensor

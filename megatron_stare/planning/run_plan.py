@@ -184,7 +184,7 @@ def _assumed(plan: Plan) -> str:
 class Site:
     """The machines of a run.
 
-    `nodes`: number of nodes; None: as many nodes as the run needs.
+    `nodes`: number of nodes, or None for as many nodes as the run needs.
     """
 
     gpu: Gpu
@@ -199,8 +199,8 @@ class Plan:
     `budgets`: memory budgets, one for the first rank of each pipeline stage.
     `served`: memory of one rank of a server, or None if the run starts no servers on GPUs.
     `searched`, `fitting`: number of layouts that were tried, and number of tried layouts that fit.
-    `nearest`: the layouts nearest to the run's own layout among the layouts that fit, each with the
-        predicted times of a step.
+    `nearest`: the fitting layouts that are nearest to the run's own layout. Each layout comes with
+        the predicted times of a step.
     `took`: seconds that planning took.
     """
 
@@ -234,8 +234,9 @@ class Plan:
         """Bytes of KV cache that a server's rank would need in order to hold all responses of a
         round of partial rollouts at the same time.
 
-        With a smaller KV cache, the servers decode only some of the responses at a time.
-        `growing_cache` is None if partial rollouts are off or no servers run on GPUs.
+        If the KV cache of a server's rank is smaller than `growing_cache`, the servers decode only
+        some of the responses at a time. `growing_cache` is None if partial rollouts are off or no
+        servers run on GPUs.
         """
         if self.served is None or (flow := self.step.partial) is None:
             return None
@@ -388,8 +389,8 @@ def _different(found: list[Candidate]) -> list[Candidate]:
 
 
 def _over_nodes(config: Config, site: Site) -> Config:
-    """Sets the data-parallel size so that the run uses all GPUs of the nodes. If the engines are
-    colocated with the trainer, also sets the number of engines."""
+    """Sets the data-parallel size so that the run uses all GPUs of the nodes. Also sets the number
+    of engines if the engines are colocated with the trainer."""
     if site.nodes is None:
         return config
     colocated, engine = config.sglang.colocated, replica_gpus(config)

@@ -46,8 +46,8 @@ def interface_of(address: str) -> str | None:
 
 
 def require_own_address(host: str, where: str) -> None:
-    """Raises ConfigError if `host` is not an address of this machine. `where` is the name of the
-    setting, for the error message."""
+    """Raises ConfigError if `host` is not an address of this machine. The argument `where` is the
+    name of the setting that the error message mentions."""
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -71,8 +71,8 @@ def require_own_address(host: str, where: str) -> None:
 
 def free_port(host: str, ports: Sequence[int], following: int = 0) -> int:
     """Returns a free TCP port at `host`, an address of this machine. The port is drawn at random
-    from `ports`. The number 0 in `ports` stands for any port. `following` is the number of
-    ports directly after the returned port that must be free, too.
+    from `ports`. The number 0 in `ports` stands for any port. The argument `following` is the
+    number of additional free ports that must come directly after the returned port.
 
     Raises:
         ConfigError: none of the ports that were tried is free.
@@ -127,10 +127,10 @@ def by_number(address: str) -> str:
     """Replaces the host name in a host:port by the host's IPv4 address.
 
     Ray uses gRPC. To resolve a host name, gRPC asks DNS servers and may ignore /etc/hosts, in which
-    many clusters list their nodes. The returned address comes from this machine's own resolver. If
-    the resolver finds no address of the host, the host name is kept. The host name is also kept if
-    all addresses of the host are loopback addresses. An argument that does not have the form
-    host:port is returned unchanged.
+    many clusters list their nodes. The returned address comes from this machine's own resolver. The
+    host name is not replaced if the resolver finds no address of the host, or if all addresses of
+    the host are loopback addresses. An argument that does not have the form host:port is returned
+    unchanged.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host or host.startswith("["):
@@ -185,12 +185,12 @@ class Listener:
             raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
 
     def gone(self, after_s: float, timeout_s: float) -> bool:
-        """Tries to connect, and returns True if every call has failed for more than `after_s`
+        """Tries to connect. Returns True if all calls of `gone` have failed for more than `after_s`
         seconds.
 
-        `gone` counts the seconds from the first failed call. After a call that connects, the next
-        failed call counts as the first failed call. If more than `after_s` seconds pass between two
-        failed calls, the later call counts as the first failed call.
+        `gone` counts the seconds from the first failed call of a series of failed calls. A call
+        that connects ends the series. If more than `after_s` seconds pass between two failed calls,
+        the later call begins a new series.
         """
         now = time.monotonic()
         if self.missing(timeout_s) is None:

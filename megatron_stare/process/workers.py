@@ -71,8 +71,8 @@ class Workers(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the workers. A worker that still responds cleans up before it ends. Closing twice is
-        allowed."""
+        """Ends the workers. If a worker still responds, the worker cleans up before it ends.
+        Closing twice is allowed."""
 
     def start(self, method: str, *args: Any) -> list[Handle]:
         """Starts a call on every worker."""

@@ -1,8 +1,8 @@
 """Finds and counts whole words in responses, without regard to case. Pure.
 
 `finder` makes a function that finds given words in a text. The configuration can list these words.
-`reflection_counts` counts, for an evaluation, the words of each category. For each category,
-`tokens_by_category` finds the tokens that belong to a word of the category.
+For an evaluation, `reflection_counts` counts the words of each category in a text. For each
+category, `tokens_by_category` finds the tokens that belong to a word of the category.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ BEHAVIOURS: dict[str, tuple[str, ...]] = {
 
 
 def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """Makes a function that finds every occurrence of the words in a text. The new function returns
-    the words that it finds, in lower case and in the order of the text.
+    """Makes a function that searches a text for every occurrence of the given words. The new
+    function returns the words that it finds, in lower case and in the order of the text.
 
     If several words begin at the same character, only the longest word counts. A typographic
     apostrophe matches a plain apostrophe.
@@ -169,9 +169,9 @@ def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
-    """Makes a function that finds every occurrence of the words in a text, by the rules of
-    `finder`. The new function returns (begin, end, word) for each occurrence. `begin` and `end` are
-    character positions in the text."""
+    """Makes a function that searches a text for every occurrence of the given words, by the rules
+    of `finder`. The new function returns (begin, end, word) for each occurrence. `begin` and `end`
+    are character positions in the text."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
     return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]

@@ -145,7 +145,7 @@ def beats_of(folder: Path) -> list[Beat]:
 
 
 def newest_progress(folder: Path) -> float | None:
-    """Returns the time at which a rank on this node last made progress, in seconds of
+    """Returns the time of the newest progress of any rank on this node, in seconds of
     CLOCK_MONOTONIC. Ignores idle ranks, which are executing no call. Returns None if all ranks on
     this node are idle."""
     return max(

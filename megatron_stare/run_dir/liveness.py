@@ -2,9 +2,9 @@
 
 The functions of this module never change a run. The driver holds the run's lock. If the driver ends
 for any reason, the kernel frees the lock. If any machine finds the lock held, the run is alive. If
-the driver's machine finds the lock free, the run is not alive. If a machine other than the driver's
-finds the lock free, the heartbeat's age shows whether the run is alive, because some file systems
-do not share locks between machines.
+the driver's machine finds the lock free, the run is not alive. On any other machine, the lock can
+seem free although the run is alive, because some file systems do not share locks between machines.
+If another machine finds the lock free, the heartbeat's age shows whether the run is alive.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def lock_held(run_dir: Path) -> bool:
 
 
 def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:
-    """Returns a sentence for the report, which says whether an unfinished run is still alive.
-    Returns "" if the run is finished or the run's number of steps is unknown."""
+    """Describes, in a sentence for the report, whether an unfinished run is still alive. Returns ""
+    if the run is finished or the run's number of steps is unknown."""
     planned = run.setting("run.steps")
     made = int(run.metrics[-1]["step"]) if run.metrics else 0
     if not isinstance(planned, int) or made >= planned:

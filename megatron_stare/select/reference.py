@@ -89,9 +89,9 @@ def _gates(
 def _members(
     of: str, chosen: Mapping[str, Any], batch: Mapping[str, np.ndarray], mask: np.ndarray
 ) -> np.ndarray:
-    """Returns a bool mask [B, T] that is True for the tokens of the set `of`. Tokens of equal
-    surprisal are selected in the order of their responses (rows), and within a response in the
-    order of their positions.
+    """Returns a bool mask [B, T] that is True for the tokens of one set. Tokens of equal surprisal
+    are selected in the order of their responses (rows), and within a response in the order of their
+    positions.
 
     Args:
         of: name of the set, such as "L+".

@@ -131,9 +131,9 @@ class StareGRPOTrainer(GRPOTrainer):
     def _changed(
         self, batch: Mapping[str, Any], log_probs: Tensor, entropies: Tensor
     ) -> str | None:
-        """Checks that the adapter can use TRL's results for a batch, and TRL's loss for at most two
-        rows of the batch. Returns a message about the first problem, or None if there is no
-        problem."""
+        """Checks that the adapter can use TRL's results for a batch. The check of TRL's loss uses
+        at most two rows of the batch. Returns a message about the first problem, or None if there
+        is no problem."""
         shape = batch["completion_ids"].shape
         if batch["advantages"].shape != shape[:1]:
             return f"advantages have shape {tuple(batch['advantages'].shape)}, not [B]"

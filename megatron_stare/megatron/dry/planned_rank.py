@@ -10,11 +10,11 @@ rank of a pipeline stage needs. Many layouts can use the same result of `build_p
 a model are alike, except that leading dense layers differ from layers with experts. Every rank
 holds some layers. A rank of the first stage also holds the embedding, and a rank of the last stage
 also holds the final norm and the output layer. The tensors of the embedding, of the head and of one
-layer of each kind therefore determine the tensors of every rank. How a layer is cut depends only on
-the numbers of tensor-parallel and expert-parallel ranks. One build per pair of tensor-parallel and
-expert-parallel sizes therefore suffices for all pipeline, data and context sizes. The test
-tests/megatron/test_planned_parts.py checks that `stage_bytes` returns exactly the bytes that
-`plan_rank` counts on a whole rank.
+layer of each kind therefore determine the tensors of every rank. Only the numbers of
+tensor-parallel and expert-parallel ranks determine how a layer is split over ranks. One build per
+pair of tensor-parallel and expert-parallel sizes therefore suffices for all pipeline, data and
+context sizes. The test tests/megatron/test_planned_parts.py checks that `stage_bytes` returns
+exactly the bytes that `plan_rank` counts on a whole rank.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The bytes and tensors that a rank of a layout holds.
+    """The bytes and tensors that one rank of a parallel layout holds.
 
     `replica`: index of the data-parallel replica that the rank's parameters belong to.
     `expert_replica`: index of the data-parallel replica that the rank's experts belong to.
@@ -233,10 +233,10 @@ def _state(chunks: list[nn.Module]) -> list[StatePart]:
 class Parts:
     """Element counts of the tensors on one rank, one tuple for each part of the model.
 
-    `layer`: the tensors of a layer without its experts.
+    `layer`: the tensors of one layer, except the tensors of the layer's experts.
     `experts`: the tensors of one layer's experts, limited to the experts that this rank holds.
-    `whole`: the tensors of `layer` and `experts` together, in the order in which the layer has
-        them.
+    `whole`: all tensors of one layer (`layer` and `experts` together), in the order of the layer's
+        parameters.
     `dense`: the tensors of a leading dense layer.
     `head`: the tensors of the last norm and of the output layer. The output layer is left out if it
         is tied to the embedding and the same stage holds the embedding.
@@ -251,8 +251,8 @@ class Parts:
 
 
 def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int) -> Parts:
-    """Builds the embedding, the head and one layer of each kind, and counts the elements of every
-    tensor in them."""
+    """Builds the embedding, the head and one layer of each kind. Returns the number of elements of
+    every tensor in these parts of the model."""
     parallel = ParallelConfig(
         tensor=tensor, sequence=tensor > 1, expert=expert, data=expert // math.gcd(expert, tensor)
     )

@@ -54,9 +54,9 @@ class StageSend:
         whole: StreamPlan,
         bucket_bytes: int,
     ) -> None:
-        """`whole` is the plan of the weight stream of all stages. In the plan `whole`, all pieces
-        of a tensor come from the ranks of one stage. A tied embedding comes from the first
-        stage."""
+        """The argument `whole` is the stream plan for the weights of all pipeline stages. In the
+        plan `whole`, all pieces of a tensor come from the ranks of one stage. A tied embedding
+        comes from the first stage."""
         self._model, self._layout, self._shape, self._bytes = model, layout, shape, bucket_bytes
         self._group = layout.stage_group
         ranks = set(dist.get_process_group_ranks(self._group))

@@ -325,8 +325,8 @@ class Step:
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
     def _measures_change(self) -> bool:
-        """Returns True if this step measures how much the update changes the entropy. The metrics
-        of the entropy forecast or the training method may need the measured entropy change."""
+        """Returns True if this step measures how much the update changes the entropy. Either the
+        entropy forecast or the training method can require the measurement of this change."""
         if self._config.skips_log_prob_pass:
             return False
         watched = self._config.observability

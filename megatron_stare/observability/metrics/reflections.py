@@ -1,9 +1,9 @@
 """Computes metrics that show how often responses reflect on their own reasoning. One metric counts
 the words that the configuration lists. The other metrics use the STARE paper's six categories of
-words. For each category, two metrics give the share of tokens that are part of a word of the
-category: one metric among the tokens that the training method selects, and one metric among all
-tokens that the loss counts. The functions are pure. The results are logged as metrics of a step and
-therefore appear in the report."""
+words. Each category has two metrics, and each metric is the share of certain tokens that are part
+of a word of the category. The first metric considers the tokens that the training method selects,
+and the second metric considers all tokens that the loss counts. The functions are pure. The results
+are logged as metrics of a step and therefore appear in the report."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 directory.
 
 The report, a resumed run and users with `jq` read the record. A resumed run first removes from the
-record all steps after the step from which it resumes. After this removal, the record looks as if
-the run had never stopped, except for starts.jsonl.
+record all steps after the step from which it resumes. All files of the record except starts.jsonl
+therefore look as if the run had never stopped.
 """
 
 from __future__ import annotations

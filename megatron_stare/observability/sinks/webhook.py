@@ -80,8 +80,8 @@ class Webhook(Sink):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
     def _post_all(self, alerts: Sequence[Alert], closing: Event) -> None:
-        """Posts several alerts, each as a JSON request body. If the service does not accept an
-        alert, posts the remaining alerts and then raises ConnectionError."""
+        """Posts several alerts, each as a JSON request body. Raises ConnectionError if the service
+        did not accept every alert. A failed alert does not prevent the posting of later alerts."""
         failed, posted = [], []
         for alert in alerts:
             said = self._post(json.dumps({**self._about, **_told(alert)}).encode(), closing)
@@ -99,8 +99,9 @@ class Webhook(Sink):
 
     def _post(self, body: bytes, closing: Event) -> str:
         """Posts one alert, whose JSON text is `body`. Returns "" if the service accepted the alert.
-        If no attempt succeeded, returns the name of the last attempt's error, followed by the
-        error's HTTP status if there is one. The returned text does not contain the address."""
+        Returns the name of the last attempt's error if no attempt succeeded. The error's HTTP
+        status, if there is one, follows the name. The returned text does not contain the
+        address."""
         said = ""
         for attempt in range(self._attempts):
             if attempt:

@@ -147,13 +147,13 @@ class UnderWay:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens of the response so far. For an unfinished response, counts
-        only the tokens of the policy's answers."""
+        """Returns the number of tokens of the response so far. For an unfinished response, this
+        number includes only the tokens of the policy's answers."""
         return sum(map(len, self.answers)) if self.trajectory is None else len(self.trajectory)
 
     def answer(self, call: int, context: Sequence[int]) -> Answer:
-        """Returns the stored answer to the call of `generate` with index `call`, or a new, empty
-        answer.
+        """Returns the stored answer to one call of `generate`, or a new, empty answer if none is
+        stored. The argument `call` is the index of the call.
 
         Raises:
             DataError: the stored answer was cut, and its context differs from `context`.
@@ -171,8 +171,8 @@ class UnderWay:
         return ResponseCut()
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Stores the finished trajectory. Drops the answers and the calls, which only an unfinished
-        response needs. The trajectory contains the answers' tokens."""
+        """Stores the finished trajectory. Drops the answers and the calls, because a finished
+        response does not need them. The trajectory contains the answers' tokens."""
         self.trajectory, self.answers, self.calls, self.context = trajectory, [], [], ""
 
     def give_up(self) -> Trajectory:
@@ -204,9 +204,9 @@ class UnderWay:
 
 
 def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
-    """Concatenates two lists of pairs (weight version, number of tokens). If the last pair of the
-    first list and the first pair of the second list have the same version, merges these two pairs
-    into one pair."""
+    """Concatenates two lists of pairs (weight version, number of tokens). The last pair of the
+    first list and the first pair of the second list become one pair if both pairs have the same
+    version."""
     if first and then and first[-1][0] == then[0][0]:
         return (*first[:-1], (then[0][0], first[-1][1] + then[0][1]), *then[1:])
     return (*first, *then)

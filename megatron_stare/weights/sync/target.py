@@ -44,9 +44,9 @@ class Sender(Protocol):
         engine has received every bucket, or after sending has failed."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
-        """Starts to send a bucket. After this call, the bucket's memory belongs to the sender. This
-        method first waits until the previous bucket is sent, and raises the error if sending that
-        bucket failed.
+        """Waits until the previous bucket is sent, and then starts to send a bucket. If the
+        previous bucket could not be sent, `send` raises the error of that failure. After this call,
+        the bucket's memory belongs to the sender.
 
         Args:
             handles: one handle for each rank of the engine, if the engine opens memory on its
@@ -54,9 +54,9 @@ class Sender(Protocol):
         """
 
     def end(self) -> Any:
-        """Waits until the last bucket is sent, and raises the error if sending that bucket failed.
-        Returns a report about the sent weights, such as names, shapes and hashes. The engines
-        compare the report with the weights that the engines hold."""
+        """Waits until the last bucket is sent. If the last bucket could not be sent, `end` raises
+        the error of that failure. Returns a report about the sent weights, such as names, shapes
+        and hashes. The engines compare the report with the weights that the engines hold."""
 
     def forget(self) -> None:
         """Removes the files that this sender left for the engines. This method is called after the
@@ -68,7 +68,7 @@ class Sender(Protocol):
 
 class SyncTarget(Protocol):
     """A destination to which ranks send weights directly, and not through the driver. The
-    destination consists of the servers of one engine, or of all engines of a run.
+    destination consists of the servers of one engine, or of the servers of all engines of a run.
 
     Engines create a SyncTarget, and ranks send weights through the SyncTarget. A SyncTarget is
     serialised and sent to the ranks. Ranks compare SyncTargets by value. A rank that receives a
@@ -99,9 +99,9 @@ class SyncTarget(Protocol):
         """Returns an identifier of this rank's machine and device."""
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns a tuple of trainer ranks for each engine. The tuple contains one trainer rank for
-        each rank of the engine, in the order of the engine's ranks. An engine's rank and its
-        trainer rank use the same device.
+        """Returns, for each engine, a tuple of trainer ranks. The tuple contains one trainer rank
+        for each rank of the engine, in the order of the engine's ranks. Each rank of the engine
+        uses the same device as the corresponding trainer rank of the tuple.
 
         Args:
             places: identifiers of all trainer ranks, see `here`.
@@ -130,12 +130,11 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields a pair for each bucket: a handle of the bucket, and a list with the handles of the
-        gather calls. In the gather calls, other ranks help to gather the bucket. Gather calls may
-        still be running when the pair is yielded. The caller can start worker calls with the handle
-        of the bucket as an argument. The caller should then pass the handles of its worker calls
-        and of the gather calls to one call of `Workers.wait`. If one of the calls that are passed
-        to `Workers.wait` fails, `Workers.wait` raises the error of the failed call immediately. Can
-        be iterated once.
+        gather calls. Gather calls are the calls with which other ranks help to gather the bucket.
+        Gather calls may still be running when `buckets` yields the pair. The caller can start
+        worker calls with the handle of the bucket as an argument. The caller should then wait for
+        its worker calls and for the gather calls together, in one call of `Workers.wait`.
+        `Workers.wait` raises the error of a failed call immediately. Can be iterated once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.

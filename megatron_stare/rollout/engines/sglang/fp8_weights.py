@@ -1,10 +1,10 @@
 """Rounds weights to 8 bits for SGLang servers with `sglang.quantization: fp8`. Pure.
 
-The format is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3), which SGLang loads as the
-quantization method fp8 with `weight_block_size` [128, 128]. A matrix W [out, in] is cut into blocks
-of 128 x 128. A block b has the scale s_b = max |W_b| / 448 in float32, and its elements are stored
-as W_b / s_b in float8_e4m3fn, whose largest number is 448. Embeddings, output layer, routers, norms
-and biases are not rounded to 8 bits.
+The 8-bit weights have the format of DeepSeek-V3 (arXiv 2412.19437, section 3.3). SGLang loads this
+format as the quantization method fp8 with `weight_block_size` [128, 128]. A matrix W [out, in] is
+cut into blocks of 128 x 128. A block b has the scale s_b = max |W_b| / 448 in float32, and its
+elements are stored as W_b / s_b in float8_e4m3fn, whose largest number is 448. Embeddings, output
+layer, routers, norms and biases are not rounded to 8 bits.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Returns the matrix [out, in] in bfloat16 with which a server computes after it has received
-    `quantized(weight)`. Before SGLang hashes 8-bit weights, SGLang also multiplies the elements by
-    the scales in float32 and rounds the products to bfloat16 (weight_checker_comparator.py,
-    0.5.23)."""
+    """Returns a matrix [out, in] in bfloat16. The matrix contains the weights that a server uses
+    after it has received `quantized(weight)`. Like this function, SGLang multiplies the elements by
+    the scales in float32 and rounds the products to bfloat16 before SGLang hashes 8-bit weights
+    (weight_checker_comparator.py, 0.5.23)."""
     elements, scales = quantized(weight)
     blocks = elements.view(len(scales), BLOCK, -1, BLOCK)
     found = torch.empty(blocks.shape, dtype=torch.bfloat16, device=weight.device)
@@ -89,8 +89,8 @@ def as_sent(
 ) -> Sequence[tuple[str, Tensor]]:
     """Rounds the matrices of a bucket. Returns the tensors that a server with 8-bit weights
     receives for the bucket. The scales come first, then the tensors that are not rounded, then the
-    8-bit elements of the rounded matrices. If the tensors are concatenated in this order, the
-    offset of every tensor in bytes is a multiple of the tensor's element size."""
+    8-bit elements of the rounded matrices. If the tensors are concatenated in this order, every
+    tensor's byte offset is a multiple of the tensor's element size."""
     scales, others, elements = [], [], []
     for name, tensor in bucket:
         if rounds(name, shape):
