@@ -99,8 +99,8 @@ class Inputs:
 
     def _bos_remark(self) -> list[str]:
         """Returns a remark if prompts lack the BOS token with which the tokenizer begins texts, and
-        [] otherwise. If the run has a chat template, the result is [], because the template decides
-        whether a prompt begins with BOS."""
+        [] otherwise. If a chat template renders the prompts or the supervised rows, the result is
+        [], because the template decides whether a text begins with BOS."""
         if self.config.data.chat_template or self.config.supervised:
             return []
         lead = self.tokenizer("a").input_ids[:1]

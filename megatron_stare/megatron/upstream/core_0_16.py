@@ -25,8 +25,8 @@ _COMMON = "common_state/shard_0_1"  # the object that 0.19 saves instead of a fi
 
 
 def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
-    """Returns the feed-forward submodules in the spec of a layer without Transformer Engine, so
-    that the caller can replace these submodules in place."""
+    """Returns the feed-forward submodules in the spec of one of Megatron's local layers (layers
+    without Transformer Engine). The caller can replace the submodules in place."""
     return layer.submodules.mlp.submodules
 
 
