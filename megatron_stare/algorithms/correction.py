@@ -118,9 +118,9 @@ class Correction:
         )
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the detached factor that multiplies each token's policy loss, [N]. With
-        `normalise`, every factor is 0 if no token is kept, or if icepop gives every kept token the
-        weight 0."""
+        """Returns a detached tensor [N] of the factors that multiply the policy losses of the
+        tokens. With `normalise`, every factor is 0 if no token is kept, or if icepop gives every
+        kept token the weight 0."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight
@@ -128,8 +128,8 @@ class Correction:
         return torch.where(mean > 0, weight / mean, 0.0)
 
     def plain_weights(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns the weights before normalisation, [N]. A weight is 0 only if the mode is icepop
-        and the ratio lies outside the bounds."""
+        """Returns a tensor [N] of the weights before normalisation. A weight is 0 only if the mode
+        is icepop and the ratio lies outside the bounds."""
         level = self._ratio(batch, known)
         match self.mode:
             case "truncate":
@@ -142,8 +142,8 @@ class Correction:
                 return level
 
     def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns for each token the ratio R, [N]: the token's own ratio or the ratio of its
-        response, depending on `level`."""
+        """Returns a tensor [N] of the ratio R of each token. Depending on `level`, R is the token's
+        own ratio or the ratio of the token's response."""
         own = _log_ratio(batch)
         if self.level == "token":
             return own.exp()

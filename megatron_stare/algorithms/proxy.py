@@ -83,9 +83,9 @@ def proxy_metrics(
     statistics: Statistics, sets: Sequence[TokenSet], temperature: float
 ) -> dict[str, Tensor]:
     """Returns the 0-dim metrics `forecast/precision_*` and `forecast/a_phi_*` of every set. The
-    precision of an empty set is NaN. The metrics `forecast/a_phi_*` are in nats per unit step in
-    the logits, and therefore contain the factor 1 / T^2, where T is the sampling temperature (see
-    sensitivity.py)."""
+    precision of an empty set is NaN. The unit of the metrics `forecast/a_phi_*` is nats per unit
+    step in the logits. At the sampling temperature T, the metrics in this unit have a factor 1 /
+    T^2 (see sensitivity.py)."""
     found = {}
     for each in sets:
         number = scalar(statistics, f"proxy/{each.name}")

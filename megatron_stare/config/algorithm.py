@@ -44,7 +44,8 @@ class AlgorithmConfig:
         return self.method.supervised
 
     def settings(self) -> dict[str, Any]:
-        """Returns the section `algorithm` as a dict of the method's name and all its settings."""
+        """Returns the section `algorithm` as a dict that contains the method's name and all
+        settings of the method."""
         return {"name": self.name, **dataclasses.asdict(self.method)}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Layout of the trainer over ranks. World size = tensor * pipeline * context * data."""
+    """Parallel layout of the trainer. World size = tensor * pipeline * context * data."""
 
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
@@ -290,9 +290,9 @@ class MoeConfig(Section):
 
 
 class PerformanceConfig(Section):
-    """Settings that save time or memory and change results only in the last bits. With CUDA, a
-    setting that is null is turned on if it was tested and if the device and the run meet its
-    requirements; see docs/gpu.md."""
+    """Settings that save time or memory and change results only in the last bits. With CUDA, the
+    value null turns a setting on if the setting was tested, and if the device and the run meet the
+    requirements of the setting; see docs/gpu.md."""
 
     automatic: bool = Field(
         True, description="false: every setting of this section that is null is off"

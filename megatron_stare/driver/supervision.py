@@ -50,8 +50,8 @@ def driver_of(command: str) -> tuple[str, ...]:
 
 
 def supervise(arguments: Sequence[str], limit_s: float | None, program: Sequence[str]) -> int:
-    """Runs a driver with `arguments` in a child process. If the driver is lost, starts a new
-    driver.
+    """Runs a driver with `arguments` in a child process. If the driver is lost, `supervise` starts
+    a new driver.
 
     Args:
         arguments: arguments of the driver. Every option and its value form one word, such as
@@ -179,7 +179,8 @@ class _Supervisor:
         If the run directory exists, the driver resumes the run in this directory. Once a driver has
         loaded the checkpoint and started all workers, later drivers do not get the option
         `--from-step`. With `--from-step`, each restart would return to the same old checkpoint and
-        discard all later steps. The option `--stop-after` is set to the time that remains.
+        discard all later steps. If the run has a time limit, the returned option `--stop-after`
+        gives the seconds that remain until this limit.
         """
         arguments = self._arguments
         if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
@@ -250,9 +251,9 @@ def _is_lost(code: int) -> bool:
     """Returns True if a driver that ended with the return code `code` was lost and must be
     restarted.
 
-    A driver was lost if a signal that is not in ENDING killed it, or if the driver ended with an
-    error that is not a UserError. A driver that calls abort() also counts as lost, because abort()
-    kills the process with the signal SIGABRT.
+    A driver was lost if the driver was killed by a signal that is not in the tuple `ENDING`, or if
+    the driver ended with an error that is not a UserError. A driver that calls abort() also counts
+    as lost, because abort() kills the process with the signal SIGABRT.
     """
     return -code not in ENDING if code < 0 else code == 1
 

@@ -1,5 +1,5 @@
-"""Represents conversations with tool calls as tokens. Reads the tool calls in the policy's turn,
-and renders the tokens between the policy's turns.
+"""Represents a conversation, including its tool calls, as a sequence of tokens. Reads the tool
+calls in the policy's turn, and renders the tokens between the policy's turns.
 
 The tokenizer's chat template defines the tokens between turns. Tokens that the policy sampled stay
 unchanged in the context of later turns. The text of sampled tokens is tokenized again only for the
@@ -45,8 +45,8 @@ def read_calls(text: str) -> list[Call | Malformed]:
     """Returns the tool calls in the text of a turn, in the order in which they occur.
 
     `read_calls` accepts the same format as SGLang's detector `qwen25`. For each malformed call,
-    `read_calls` returns a `Malformed` object, but SGLang's detector returns nothing. A call with
-    half of a surrogate pair (the JSON escape of half an emoji) is malformed, too.
+    `read_calls` returns a `Malformed` object, but SGLang's detector returns nothing. A call is also
+    malformed if its JSON contains a lone surrogate, such as the escape of one half of an emoji.
     """
     found: list[Call | Malformed] = []
     for body in _CALL.findall(text):
@@ -193,9 +193,9 @@ class ChatFormat:
         return ids[1]
 
     def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
-        """Returns the token ids of a context, followed by the policy's turn after this context. The
-        template renders earlier turns without their thinking. The result therefore omits the turn's
-        thinking and the ids `opened`, which start the thinking.
+        """Returns the token ids of a context and of the policy's turn after this context. The
+        template renders earlier turns without their thinking. The returned ids therefore contain
+        neither the turn's thinking nor the ids in `opened`, which start the thinking.
 
         Args:
             text: text of the turn.
@@ -261,9 +261,9 @@ class ChatFormat:
 
 
 def encodable(text: str) -> str:
-    """Returns the text with "?" in place of each half of a surrogate pair, which could neither be
-    tokenized nor written to a file. A service that cuts texts at UTF-16 units may send half of a
-    surrogate pair."""
+    """Returns the text with "?" in place of each lone surrogate, because a lone surrogate can
+    neither be tokenized nor written to a file. A service that cuts texts between UTF-16 units may
+    send a lone surrogate."""
     return text.encode(errors="replace").decode()
 
 
@@ -272,8 +272,8 @@ def _tool_answer(text: str) -> dict[str, str]:
 
 
 def _broken(text: str, marks: Iterable[str]) -> str:
-    """Returns the text in which every occurrence of a string in `marks` has a space after its first
-    character."""
+    """Inserts a space after the first character of every string in `marks` that occurs in the text.
+    Returns the changed text."""
     for mark in marks:
         text = text.replace(mark, f"{mark[0]} {mark[1:]}")
     return text

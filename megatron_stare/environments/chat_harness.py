@@ -105,7 +105,7 @@ async def _answered(
     function: Mapping[str, str], of: dict[str, tuple[str, str]], connected: dict[str, Any]
 ) -> Any:
     """Returns the tool's answer. If the called tool does not exist or the arguments are malformed,
-    returns a text that describes the error."""
+    the answer is a text that describes the error."""
     if function["name"] not in of:
         return f"error: there is no tool {function['name']!r}; there are {', '.join(of)}"
     try:

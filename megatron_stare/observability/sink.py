@@ -93,8 +93,8 @@ class Sink:
         """Opens the sink for a run that resumes after step `step`. A resumed run calls `resume`
         instead of `start`. The sink must drop all records of steps and evaluations after `step`,
         because the run repeats these steps and evaluations. A resumed run opens an essential sink
-        only after the run has loaded its checkpoint, so that a run that fails to start drops no
-        records.
+        only after the run has loaded its checkpoint. A failed load of the checkpoint therefore
+        drops no records.
 
         Args:
             step: last step that the run keeps; 0 if the run ended before its first checkpoint.

@@ -10,11 +10,11 @@ the sequences in a group differ in length, their padding adds bytes that are not
 tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
 For each phase, `budget` determines the bytes of every item in a GPU's memory. docs/colocation.md
-lists what is in a GPU's memory in each phase. `Fit` builds the model and the optimizer of each
-pipeline stage's first rank on torch's meta device, where tensors have no data, and counts the bytes
-of the tensors. `PlannedFit` checks many layouts of a run. `PlannedFit` builds only the embedding,
-the head and one layer of each kind, and computes the bytes of the ranks from the sizes of these
-parts.
+lists what is in a GPU's memory in each phase. For the first rank of each pipeline stage, `Fit`
+builds the model and the optimizer on torch's meta device, where tensors have no data, and counts
+the bytes of the tensors. `PlannedFit` checks many layouts of a run. `PlannedFit` builds only the
+embedding, the head and one layer of each kind, and computes the bytes of the ranks from the sizes
+of these parts.
 """
 
 from __future__ import annotations
@@ -225,9 +225,9 @@ def layer_parts(
     longest: int,
     recomputed: frozenset[str] = frozenset(),
 ) -> dict[str, float]:
-    """Returns, for each part of a layer, how many tensor elements per token a rank keeps for
-    backward. If a mixture-of-experts model begins with dense layers, the dense layers are counted
-    like the model's expert layers."""
+    """Returns a dict that maps each part of a layer to the number of tensor elements per token that
+    a rank keeps for backward. If a mixture-of-experts model begins with dense layers, the dense
+    layers are counted like the model's expert layers."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
@@ -324,7 +324,7 @@ class Fit:
 
     def faults(self, run: ResolvedRun) -> list[str]:
         """Returns the reasons why the run does not fit into the GPU's memory, as a list of texts.
-        The list is empty if the run fits into the GPU's memory."""
+        The returned list is empty if the run fits into the GPU's memory."""
         found, wrong = self.budget(run), []
         if found.over:
             wrong.append(
@@ -415,10 +415,10 @@ class Fit:
         return self._server_memory[key]
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
-        """Builds the model and the optimizer of each pipeline stage's first rank on the meta
-        device. Returns one dict per stage. Each returned dict maps the items on the first rank of a
-        stage to the items' sizes in bytes. No other rank of a stage needs more bytes than the
-        stage's first rank."""
+        """Builds a model and an optimizer on the meta device for the first rank of each pipeline
+        stage. Returns one dict per stage, with the bytes of parameters, gradients, main parameters
+        and moments on the first rank of the stage. No other rank of a stage needs more bytes than
+        the stage's first rank."""
         config, parallel = run.config, run.config.parallel
         key = "".join(each.model_dump_json() for each in (config.model, parallel, config.optimizer))
         if key not in self._built:
@@ -431,9 +431,9 @@ class Fit:
         return self._built[key]
 
     def _changes(self, run: ResolvedRun, found: Budget) -> Iterator[tuple[str, ResolvedRun]]:
-        """Yields possible changes of the configuration. Each change reduces the memory of a phase
-        that does not fit into the GPU's memory. Each change sets one setting, and is yielded as a
-        text together with the changed run. The mildest changes come first."""
+        """Yields possible changes of the configuration, each as a pair: the change as a text
+        (setting=value), and the changed run. Each change sets one setting, and reduces the memory
+        of a phase that does not fit into the GPU's memory. The mildest changes come first."""
         config = run.config
         items = {item for phase in found.over for item in found.phases[phase]}
         served = self.served(run)
@@ -550,7 +550,7 @@ class PlannedFit(Fit):
         )
 
     def build(self, run: ResolvedRun) -> None:
-        """Builds the whole model and optimizer of each pipeline stage's first rank, instead of
-        computing the rank's bytes from the sizes of single layers. Later checks of this run's
-        layout use the bytes that `build` measured."""
+        """Builds the model and the optimizer for the first rank of each pipeline stage, and
+        measures their bytes. Without `build`, the bytes are computed from the sizes of single
+        layers. Later checks of this run's layout use the bytes that `build` measured."""
         self._stages[self._key(run)] = super().stages(run)

@@ -134,9 +134,9 @@ class Work:
     `fixed`: seconds that the prediction adds unchanged, whatever share of the peak rate the run
         reaches.
     `moved`: seconds that the ranks need to read or write every hidden state once, at full memory
-        bandwidth and including the pipeline's idle time. A token has one hidden state per layer.
-        The method `seconds` multiplies `moved` by the argument `moves`. The argument `moves` is the
-        number of hidden states that the phase reads or writes per token and layer.
+        bandwidth. These seconds include the pipeline's idle time. A token has one hidden state per
+        layer. The method `seconds` multiplies `moved` by the argument `moves`. The argument `moves`
+        is the number of hidden states that the phase reads or writes per token and layer.
     """
 
     ideal: float
@@ -350,7 +350,7 @@ class RequestTime:
 
     `beside`: number of other requests in the server's batch.
     `tokens`: maximum number of tokens that a request adds to its response.
-    `longest_s`: duration of a request that adds `tokens` tokens.
+    `longest_s`: duration of a request that adds the maximum number of tokens.
     `first_s`: expected duration of the first request that a rollout completes. The prediction
         assumes that this request adds as many tokens as a response has on average, but at most
         `tokens`.
@@ -461,8 +461,9 @@ def sync_work(run: ResolvedRun, nbytes: Mapping[str, int]) -> Work:
 
 
 def _offloaded(run: ResolvedRun, nbytes: Mapping[str, int]) -> tuple[int, int]:
-    """Returns how many bytes of the weights (policy and reference) and of the optimizer a rank
-    offloads in each step. Gradients are discarded, not copied."""
+    """Returns two numbers of bytes that a rank offloads in each step: the bytes of the weights
+    (policy and reference), and the bytes of the optimizer's state. Gradients are discarded, not
+    copied."""
     config = run.config
     offload = config.memory.offload or "all"
     if not replica_count(config) or not config.sglang.colocated or offload == "none":
@@ -511,8 +512,8 @@ def _moved(
     config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths
 ) -> float:
     """Returns the seconds that the ranks need to read or write every hidden state once, at full
-    memory bandwidth. A token has one hidden state per layer. All ranks read or write in
-    parallel."""
+    memory bandwidth. A token has one hidden state per layer. Each rank reads or writes an equal
+    share of the hidden states, in parallel with the other ranks."""
     states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
     return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 

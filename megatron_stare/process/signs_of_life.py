@@ -12,8 +12,8 @@ from typing import Any
 
 
 def say_loading(*, always: bool = False) -> None:
-    """Prints that the process now imports the libraries of a run. Prints nothing if the process has
-    already imported torch.
+    """Tells the user that the process is now loading PyTorch and Megatron. Prints nothing if the
+    process has already imported torch.
 
     Args:
         always: print even if stderr is not a terminal.
@@ -23,7 +23,7 @@ def say_loading(*, always: bool = False) -> None:
 
 
 def unsaid(text: str) -> Any:
-    """Does nothing with the line `text`. Callers pass this function in place of `say` if they want
+    """Ignores `text` and prints nothing. Callers pass this function in place of `say` if they want
     no output."""
 
 

@@ -288,16 +288,16 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as one number. The reason can be words in the text,
-    or two numbers with a space between them, as in 3 4. The caller has already removed the unit
-    from the text."""
+    """Returns True if a text must not be read as one number, because the text contains words, or
+    two numbers with a space between them, as in 3 4. The caller has already removed the unit from
+    the text."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space, with or without a comma before it, separates two numbers, as in 3 4.
-    The function ignores spaces between groups of three digits, as in 12 000. The function also
-    ignores the space in a mixed number, as in 3 1/2."""
+    """Returns True if a space separates two numbers, as in 3 4 or 3, 4. The function ignores spaces
+    between groups of three digits, as in 12 000. The function also ignores the space in a mixed
+    number, as in 3 1/2."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 
@@ -312,10 +312,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 
 def normal_answer(response: str) -> str:
     """Returns a normal form of the last box's content, or "" if the box is empty, missing or not
-    closed. If the answer is a number in digits or a fraction of two integers, returns its exact
-    value as text: 0.5 becomes 1/2. If the answer consists of words, converts the words to lower
-    case. If the answer is neither a number in digits, nor a fraction of two integers, nor words,
-    removes only decoration, fonts and spaces."""
+    closed. The normal form of a number in digits, or of a fraction of two integers, is the exact
+    value as text: 0.5 becomes 1/2. The normal form of words is in lower case. All other answers,
+    including single letters, only lose decoration, fonts and spaces."""
     given = last_boxed(response)
     if given is None:
         return ""

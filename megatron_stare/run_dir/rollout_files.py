@@ -63,7 +63,7 @@ class Token:
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """A response of a rollout file.
+    """A response that was read from a rollout file.
 
     `tokens`: empty if the file has no per-token numbers for the response.
     `record`: the response's whole record from the file.
@@ -105,8 +105,8 @@ def read_rollouts(path: Path) -> list[SampledResponse]:
 
 def rollout_rows(step: int, trajectories: Sequence[Trajectory], limit: int) -> list[dict[str, Any]]:
     """Returns the records of at most `limit` trajectories of a step. If the step has more than
-    `limit` trajectories, picks `limit` trajectories at nearly equal distances in the canonical
-    order. The records are in canonical order."""
+    `limit` trajectories, the function picks `limit` trajectories at nearly equal distances in the
+    canonical order. The records are in canonical order."""
     from megatron_stare.records.token_numbers import spread  # needs torch, readers do not
 
     ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))

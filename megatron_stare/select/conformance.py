@@ -172,9 +172,9 @@ def _on_rank(rank: int, ranks: int, folder: str, batches: list[Batch], settings:
 
 
 def conform(batches: list[Batch], settings: Mapping[str, Any], ranks: int) -> dict[str, str | None]:
-    """Returns for each case the first difference, or None if selector and reference agree. Every
-    case runs in this process. If `ranks` is above 1, every case also runs over `ranks` processes
-    (gloo) with permuted and padded rows."""
+    """Returns a dict that maps each case to the first difference, or to None if selector and
+    reference agree in this case. Every case runs in this process. If `ranks` is above 1, every case
+    also runs over `ranks` processes (gloo) with permuted and padded rows."""
     found = {
         f"{name}, one process": difference(each, settings) for name, each in cases(batches).items()
     }

@@ -46,13 +46,14 @@ OWN = {
 class Task:
     """Data, prompt template, verifier, environment and sampling settings under one name.
 
-    `config`: the run's configuration, in which the task's own settings (OWN) replace the run's
-        settings. Sources and environments, including user-defined ones, are built from `config`.
-        Sources and environments therefore need no special code for tasks.
+    `config`: the run's configuration, in which the task's own settings replace the run's settings.
+        The dict `OWN` lists the settings that a task may have. Sources and environments, including
+        user-defined ones, are built from `config`. Sources and environments therefore need no
+        special code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
-    `own`: dict with the names of the settings that the task overrides. Each key is the name of a
-        setting of the run, such as data.eval_path. Each value is the name of the run's setting in a
-        section of `eval.tasks`, such as path for data.eval_path.
+    `own`: dict with the names of the settings that the task overrides. The keys are the names in
+        the run's configuration, such as `data.eval_path`. The values are the names of the same
+        settings in a section of `eval.tasks`: for example, `own` maps `data.eval_path` to `path`.
     """
 
     config: Config
@@ -115,10 +116,10 @@ class Task:
         )
 
     def about(self) -> dict[str, Any]:
-        """Returns entries about the task for the record of an evaluation.
+        """Returns the entries that describe this task in the record of an evaluation.
 
-        For the run's own task with one response per problem, returns an empty dict, because
-        config.yaml already contains the task's settings.
+        If the task is the run's own and has one response per problem, the returned dict is empty,
+        because config.yaml already contains the task's settings.
         """
         if self.name is None and self.samples == 1:
             return {}
@@ -172,8 +173,8 @@ def training_task(config: Config) -> Task:
 
 
 def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
-    """Returns the tasks of `eval.tasks`. If `eval.tasks` is empty, returns the run's own task,
-    provided that `eval.prompts` is above 0.
+    """Returns the tasks of `eval.tasks`. If `eval.tasks` is empty and `eval.prompts` is above 0,
+    the only returned task is the run's own task.
 
     Args:
         offline: whether to include the tasks that are not evaluated during training.

@@ -89,9 +89,10 @@ def bisect(
     out: Path | None = None,
     say: Any = _say,
 ) -> Explanation:
-    """Repeats steps `first` + 1 to `last`, once unchanged and once with each change. Compares the
-    run's recorded metrics with the metrics of the repeated steps. Returns an Explanation. If the
-    metrics differ and a cause is found, the Explanation names the cause of the difference.
+    """Repeats steps `first` + 1 to `last` of a run several times: first without any change, and
+    then once for each change that could explain a difference. Compares the run's recorded metrics
+    with the metrics of the repeated steps. Returns an Explanation. If the metrics differ and a
+    cause is found, the Explanation names the cause of the difference.
 
     Raises:
         UserError: the run, checkpoint or record is missing, the folder is not empty, or the run

@@ -34,8 +34,8 @@ ALIKE = (
 
 
 def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
-    """Checks the package versions on one machine. If `config` is given, also checks that the
-    versions suit the configured run."""
+    """Checks the package versions on one machine. If `config` is given, the function also checks
+    that the versions suit the configured run."""
     versions = facts.versions
     found = [_python(versions), _megatron(versions)]
     found += [_pinned(name, versions, wanted) for name, wanted in PINNED.items()]
@@ -84,8 +84,8 @@ def _python(versions: Mapping[str, str]) -> Finding:
 
 def _megatron(versions: Mapping[str, str]) -> Finding:
     """Checks that megatron-core is the newest supported release for the installed Python. Parts of
-    this package were never tested with the newest release in MEGATRON. If the newest release in
-    MEGATRON is installed, the returned finding lists what was not tested."""
+    this package were never tested with the newest release in the dict `MEGATRON`. If this newest
+    release is installed, the returned finding lists what was not tested."""
     older, newest = MEGATRON.values()
     python = _numbers(versions["python"])[:2]
     if python > PYTHONS[1]:  # reported by `_python`
@@ -152,7 +152,8 @@ def _transformer_engine(versions: Mapping[str, str], config: Config | None) -> F
 
 def _has_experts(config: Config) -> bool:
     """Returns True if the configured model is a mixture of experts. Returns False if the model is
-    dense or cannot be read. The checks at a run's start report a model that cannot be read."""
+    dense or cannot be read. If the model cannot be read, the checks at the start of a run report
+    the error."""
     with contextlib.suppress(UserError):
         return resolve_run(config, published=True).shape.experts > 0
     return False

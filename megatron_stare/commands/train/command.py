@@ -143,9 +143,9 @@ def _supervise(args: argparse.Namespace) -> int:
 def _typed(
     args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Returns the run's command line as two lists of words: the arguments `command` and `options`
-    of `what_now`. The first list contains the program, the command, the configuration file and the
-    overrides. The second list contains the options.
+    """Splits the run's command line into two lists, which `what_now` takes as its arguments
+    `command` and `options`. The list `command` contains the program, the command, the configuration
+    file and the overrides. The list `options` contains the command-line options.
 
     Args:
         run_dir: a run directory that the caller adds to the words. If `run_dir` is given, the words

@@ -176,9 +176,10 @@ def _as_its_own(shared: SharedMappings, part: Any) -> Any:
     Ordinary memory (neither shared nor pinned) is not copied here, because a fork copies ordinary
     memory on write. For a contiguous checkpoint part in ordinary memory, this function returns a
     tensor that uses the part's memory. The storage of this tensor has exactly the size of the part.
-    If this function returned a view of a larger tensor, Megatron would copy the view. Memory that
-    the rank and its writers share is copied, and so is pinned memory, which CUDA maps. If shared
-    memory and pinned memory were not copied, the writers could save values of the next step.
+    If this function returned a view of a larger tensor, Megatron would copy the view. This function
+    copies memory that the rank and its writers share, and also copies pinned memory, which CUDA
+    maps. If shared memory and pinned memory were not copied, the writers could save values of the
+    next step.
     """
     if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
         return part
@@ -225,9 +226,8 @@ def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _explained(folder: str) -> Iterator[None]:
-    """Context manager that turns the error of a failed checkpoint load into a DataError. If
-    Megatron or torch reports that the checkpoint does not fit the model and optimizer, raises
-    DataError."""
+    """Context manager that raises a DataError if Megatron or torch reports that the loaded
+    checkpoint does not fit the model and optimizer."""
     try:
         yield
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:

@@ -1,5 +1,5 @@
 """Writes the data of one training step under Hugging Face names, so that anyone can recompute the
-step with plain transformers."""
+step with the library `transformers` and without Megatron."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def thin(points: Points, limit: int = 700) -> Points:
 
 
 def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns the intervals of steps in which a 0/1 series is 1, as (from, to). Each interval
-    begins half a step before its first step and ends half a step after its last step."""
+    """Returns pairs (begin, end), one for each interval of steps in which a 0/1 series is 1. Each
+    interval begins half a step before its first step and ends half a step after its last step."""
     found: list[tuple[float, float]] = []
     for step, value in zip(steps, values, strict=True):
         if not value >= 0.5:

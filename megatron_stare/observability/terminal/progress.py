@@ -187,7 +187,8 @@ class StepPrinter(RunDisplay):
         self._write("  ".join(column for column in columns if column))
 
     def _supervised(self, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the columns that a step's line contains only in a run without rewards."""
+        """Returns further columns of a step's line if the run has no rewards, and otherwise an
+        empty list."""
         if "reward" in self._shown:
             return []
         return [

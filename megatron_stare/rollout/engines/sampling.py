@@ -55,8 +55,9 @@ def absorb(
     vector [B], or one number for all states.
 
     If `word` is fixed, `absorb` is a bijection from the old states to the new states. If the old
-    state is fixed, `absorb` is a bijection from the values of `word` to the new states. Noise keys
-    that differ in exactly one component (such as the step) therefore never collide.
+    state is fixed, `absorb` is a bijection from the values of `word` to the new states. Two
+    responses that differ in exactly one of seed, step, prompt cursor and sample index therefore
+    never have the same noise key.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1

@@ -321,7 +321,7 @@ class FleetHealth:
 
     def _move(self, replica: int, to: Health, why: str = "", only: Health | None = None) -> None:
         """Changes the replica's state to `to`. Raises HealthError if this transition is not legal,
-        or if `only` is given and the replica's state is not `only`.
+        or if the replica is not in the state that the argument `only` requires.
 
         Args:
             only: state that the replica must have before the change. None allows every state from

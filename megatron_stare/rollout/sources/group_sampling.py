@@ -1,5 +1,6 @@
-"""Selects the prompt groups that a step trains on. A step trains either on the groups of the next
-prompts, whatever their rewards are, or only on informative groups (dynamic sampling).
+"""Selects the prompt groups that a step trains on. Without dynamic sampling, a step trains on the
+groups of the next prompts, whatever the rewards of these groups are. With dynamic sampling, a step
+leaves out uninformative groups if there are enough informative groups.
 
 A group consists of all trajectories of one prompt.
 """
@@ -242,9 +243,9 @@ class _Settled:
         return self._wanted == 0
 
     def groups(self) -> list[Group]:
-        """Returns the groups of the round that the step uses: in prompt order, all groups up to and
-        including the last group that the step needs. Returns all groups of the round if the round
-        has too few informative groups."""
+        """Returns the used groups of the round, in prompt order: all groups up to and including the
+        last group that the step needs. Returns all groups of the round if the round has too few
+        informative groups."""
         return [self._whole[cursor] for cursor in self._cursors[: self._used]]
 
 

@@ -65,7 +65,7 @@ class _Reader:
 
     def next(self, where: dict[str, Any], *names: str) -> Iterator[Any]:
         """Reads the columns that the index entry `where` describes. Yields the columns in the order
-        of `names`, and then the routed experts, or None if the entry has no routed experts."""
+        of `names`. Then yields the routed experts, or None if the entry has no routed experts."""
         for name in names:
             start, end = self._read[name], self._read[name] + where["length"]
             if end > len(self._tensors[name]):
@@ -115,8 +115,9 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
-    """Returns `data`, an output of `to_bytes`, without the groups whose prompt cursors are in
-    `cursors`. Raises DataError if the data cannot be read."""
+    """Removes from `data`, an output of `to_bytes`, every group whose prompt cursor is in
+    `cursors`. Returns the remaining groups, again as bytes. Raises DataError if the data cannot be
+    read."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])

@@ -223,7 +223,8 @@ class HfPart:
 
 
 def write_part(part: HfPart, advance: Advance) -> None:
-    """Converts and writes the blocks of a part. The data is on disk when this function returns."""
+    """Converts the blocks in `part.blocks`, and writes the blocks into the Hugging Face files. The
+    data is on disk when this function returns."""
     buffer = Buffer()
     with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_WRONLY) as files:
         for block in part.blocks:
@@ -249,7 +250,7 @@ def _copied(
     process and writing the block from this process.
 
     Returns the number of copied bytes. If the block's bytes differ between the two formats or are
-    not contiguous, copies nothing and returns 0.
+    not contiguous, the function copies nothing and returns 0.
     """
     (at, *others), entry = block.hf, part.entries[block.hf[0].name]
     if others or DTYPES[entry.dtype] != checkpoint.dtypes[place.key]:

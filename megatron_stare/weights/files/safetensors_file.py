@@ -29,7 +29,8 @@ _LONGEST_HEADER = 100_000_000  # bytes, the library's limit
 
 
 class Buffer:
-    """Memory from which callers take parts. After `clear`, callers can take the same memory again.
+    """Reusable memory. The method `take` gives parts of the memory to callers. After `clear`,
+    callers can take the same memory again.
 
     A Buffer avoids page faults. Newly allocated memory causes a page fault every 4 KB, but memory
     that is used again causes none.
@@ -71,7 +72,8 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Returns the Entry of every tensor in a file, by tensor name. Reads only the header.
+    """Returns a dict that maps the name of every tensor in a file to the tensor's Entry. Reads only
+    the header.
 
     Raises:
         DataError: the file is missing, is not a safetensors file, or ends before its last tensor.

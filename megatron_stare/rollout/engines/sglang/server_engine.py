@@ -281,8 +281,9 @@ class SGLangEngine(ServedEngine):
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs a coroutine on the engine's event loop. Uses another thread if the caller's thread
-        already runs an event loop, for example under the inline runner."""
+        """Runs a coroutine on the engine's event loop. If the caller's thread already runs an event
+        loop, for example under the inline runner, the engine's event loop runs in another
+        thread."""
         if not _in_event_loop():
             return run_on(self._loop, make)
         # this block waits for the thread to end, so that the loop never runs twice at once
@@ -342,9 +343,9 @@ class SGLangEngine(ServedEngine):
         return self._waited(lambda: self._first(wait_s))
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """Waits up to `wait_s` seconds for at least one answer. If a request raises an error,
-        cancels all requests in flight and raises the error. If the server is lost, reports all
-        requests in flight as lost."""
+        """Waits up to `wait_s` seconds for at least one answer. If a request raises an error, this
+        method cancels all requests in flight and raises the error. If the server is lost, the
+        returned list reports all requests in flight as lost."""
         try:
             done = await self._watch.first_of(list(self._under_way), wait_s)
         except ServerGoneError as gone:
@@ -517,8 +518,8 @@ class SGLangEngine(ServedEngine):
             self._loop.close()
 
     async def _leave(self) -> None:
-        """Cancels the requests in flight and closes the connections. If the server is not lost,
-        also aborts the requests on the server."""
+        """Cancels the requests in flight and closes the connections. Also aborts the requests on
+        the server if the server is not lost."""
         await self._watch.close()
         if self._watch.gone:
             await self._cancel()  # the server is gone, so there is nothing to abort

@@ -100,8 +100,8 @@ class Sent:
     """Record of what senders sent.
 
     `sizes`: tensor shapes by name.
-    `hashed`: for each server layout, the hashes of the weights that each rank must hold; empty if
-        values are not verified.
+    `hashed`: dict that maps each server layout to the expected hashes of each rank's weights; empty
+        if values are not verified.
     `folder`: folder that contains the weights; None: the weights were not written to a folder.
     `to`: URL of the only server that received these weights; None: all servers received them.
     """
@@ -233,8 +233,8 @@ class Sending:
 
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
-    """Returns the device from which this process transfers buckets. If this process has a GPU and
-    all servers run on GPUs, the device is a GPU, and otherwise the CPU."""
+    """Returns the device from which this process transfers buckets. The device is a GPU if this
+    process has a GPU and all servers run on GPUs. Otherwise the device is the CPU."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
