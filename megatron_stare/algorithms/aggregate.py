@@ -92,8 +92,8 @@ def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
 
 
 def _sequences_here(batch: TokenBatch) -> Tensor:
-    """Returns the number of responses with at least one token in this micro-batch's loss mask,
-    0-dim."""
+    """Returns a 0-dim tensor: the number of responses that have at least one token in this
+    micro-batch's loss mask."""
     if batch.sequence_lengths is None:
         raise ValueError("micro_batch_mean needs sequence_lengths")
     seen = torch.zeros_like(batch.sequence_lengths).index_add_(

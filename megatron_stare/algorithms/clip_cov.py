@@ -43,7 +43,8 @@ class ClipCov(Grpo):
     """Settings of Clip-Cov, with the defaults of the released recipe.
 
     `share`: Clip-Cov sets the loss to 0 for at most this share of the tokens in the loss mask. If
-        this share amounts to less than one token, Clip-Cov may still draw one token.
+        `share` times the number of tokens in the loss mask is below 1, Clip-Cov may still set the
+        loss of one token to 0.
     `cov_low`, `cov_high`: a token can be drawn only if its covariance lies between these bounds.
     `seed`: the seed of the random draw.
     """

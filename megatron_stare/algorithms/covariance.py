@@ -3,7 +3,7 @@
     cov_{i,t} = (A - mean A) (ln p - mean ln p)
 
 The means of advantage and log-prob are taken over the tokens of the whole batch. The released code
-takes both means per micro-batch.
+instead computes the mean advantage and the mean log-prob of each micro-batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:
-    """Returns the number of tokens to select, as a 0-dim tensor. The number is `share` times the
-    number of tokens in the loss mask, rounded down, but at least 1. Unlike this function, the
-    methods STARE and 20-Entropy round the number of selected tokens up."""
+    """Returns the number of tokens to select, as a 0-dim tensor. The number of tokens to select is
+    `share` times the number of tokens in the loss mask, rounded down, but at least 1. Unlike this
+    function, the methods STARE and 20-Entropy round the number of selected tokens up."""
     return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

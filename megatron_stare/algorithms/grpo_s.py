@@ -2,9 +2,9 @@
 with the mean entropy of the response.
 
 Let E be the mean entropy of a response under the old policy. Let n and m be the numbers of correct
-and wrong responses to the prompt. The reward of a correct response contains a sum over all correct
-responses to the prompt. The reward of a wrong response contains a sum over all wrong responses to
-the prompt.
+and wrong responses to the prompt. In the formula for the reward r of a correct response, the sum
+covers all correct responses to the prompt. In the formula for the reward r of a wrong response, the
+sum covers all wrong responses to the prompt.
 
     correct   r = beta1 + beta2 n E / sum E
     wrong     r = -beta1 - beta2 m (1 / E) / sum (1 / E)

@@ -27,8 +27,8 @@ class Overlong:
         min(-(n - (max_length - cache)) / cache * factor, 0)
 
     `max_length`: the largest number of tokens that the run allows in a response.
-    `cache`: a number of tokens. From length max_length - cache to length max_length, the size of
-        the penalty grows linearly from 0 to `factor`.
+    `cache`: a number of tokens. The size of the penalty grows linearly with the response length:
+        from 0 at `max_length - cache` tokens to `factor` at `max_length` tokens.
     `factor`: the size of the penalty at max_length.
     """
 
@@ -62,8 +62,8 @@ class LengthPenalty:
     penalty. A medium group gets no penalty if at most half of its responses are correct; the paper
     leaves this case open.
 
-    `easy_from`: the lowest share of correct responses in an easy group. The GROP paper calls this
-        share gamma_1, and gives no number for gamma_1.
+    `easy_from`: the lowest share of correct responses in an easy group. In the GROP paper,
+        `easy_from` is called gamma_1. The paper gives no value for gamma_1.
     `correct_from`: the lowest reward that counts as correct.
     """
 
@@ -114,9 +114,10 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """Returns the typical response length of each group, [G], which is max((shortest + longest) /
-    2, mean) over the lengths of the group's selected responses. Returns 1 for a group without a
-    selected response. The function selects responses with the mask `over`, [B] bool."""
+    """Returns a tensor [G] with the typical response length of each prompt group. The typical
+    length is max((shortest + longest) / 2, mean), computed from the lengths of the responses for
+    which the mask `over`, [B] bool, is True. If the mask is False for all responses of a group, the
+    typical length of the group is 1."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
@@ -128,9 +129,9 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 
 
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Returns a bool mask [G] with one entry per prompt group. A group's entry is True if the
-    group's counted responses do not all have the same value in `values` [B]. The argument
-    `counted`, [B] bool, is True for the responses that count in their groups. DAPO's dynamic
-    sampling drops a group if all responses of the group have the same reward."""
+    """Returns a bool mask [G] with one entry per prompt group. A group's entry is True if at least
+    two responses of the group have different values in `values` [B]. The function compares only
+    responses for which the mask `counted`, [B] bool, is True. DAPO's dynamic sampling drops a group
+    if all responses of the group have the same reward."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

@@ -74,8 +74,8 @@ def weighted_likelihood(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, low: float, high: float
 ) -> Surrogate:
     """Returns CISPO's loss -J (arXiv 2506.13585) with J = sg[clip(r, 1 - low, 1 + high)] A ln p.
-    Every token keeps its gradient. `clipped` marks the tokens whose weight was clipped. The value
-    low = 1 sets no lower bound."""
+    Every token keeps its gradient. `clipped` marks the tokens whose ratio r was clipped. If `low`
+    is 1, the lower bound is 0, so only the upper bound can clip a ratio."""
     weight = bounded_ratio(log_prob, old_log_prob, low=low, high=high)
     clipped = weight != ratio(log_prob, old_log_prob).detach()
     return Surrogate(loss=-weight * advantage * log_prob, clipped=clipped)
@@ -90,9 +90,9 @@ def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
     """Returns for each token the mean of x over the loss-mask tokens of the token's response, [N].
     The mean is differentiable.
 
-    The mean is correct only if all tokens of a response are in this batch, or in the batches of the
-    ranks that `batch.over_ranks` sums over. Methods that use `response_mean` declare the coupling
-    'sequence'.
+    The mean is correct only if this batch contains all tokens of the response, or if
+    `batch.over_ranks` sums over ranks whose batches together contain all tokens of the response. A
+    subclass of Method that calls `response_mean` must set the attribute `coupling` to 'sequence'.
     """
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")

@@ -185,7 +185,7 @@ def _model(given: str | None) -> _Model | None:
 
 def _sums(columns: Columns | None) -> bool:
     """Tells whether all problems are sums of three two-digit numbers. The tiny model was made for
-    such sums."""
+    sums of three two-digit numbers."""
     return columns is None or all(_SUM.fullmatch(each.prompt) for each in columns.records)
 
 

@@ -250,11 +250,11 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Returns the fields that features can set in one of Megatron's configurations, and each
-    field's value under the settings `performance`. `part` names the configuration: 'model',
-    'gradients' or 'optimizer'. The returned dict also contains the fields of disabled features. A
-    feature with the value null counts as disabled, because `chosen` has already turned on every
-    feature that is to be used."""
+    """Returns values for one of Megatron's configurations, as a dict from field names to values.
+    `part` names the configuration: 'model', 'gradients' or 'optimizer'. The settings in
+    `performance` determine the values. The dict contains every field that a feature can set, even
+    if the feature is disabled. A feature with the value null counts as disabled, because `chosen`
+    has already turned on every feature that is to be used."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -293,8 +293,9 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def keeps_graph(config: Config, micro_batches: int) -> bool:
-    """Tells whether training reuses the forward pass of the log-prob pass instead of running a
-    second forward pass.
+    """Tells whether training reuses the forward pass that computed the old log-probs, instead of
+    running a second forward pass. The forward pass that computes the old log-probs is called the
+    log-prob pass.
 
     Training can reuse the forward pass only if every rank has a single micro-batch in the log-prob
     pass. With several micro-batches, the activations of all of them would have to stay in memory

@@ -18,9 +18,9 @@ class VerifiersTasks(GeneratedPrompts):
 
     From a finite taskset, training takes every task once per epoch, in a new random order in each
     epoch. From a finite taskset, evaluations take the tasks in the taskset's order. In an endless
-    taskset, the first `EVALUATED` tasks are reserved for evaluations. From an endless taskset,
-    training skips the first `EVALUATED` tasks, and then takes every later task exactly once, in the
-    taskset's order.
+    taskset, the first `EVALUATED` tasks are reserved for evaluations. With an endless taskset,
+    training skips the tasks that are reserved for evaluations, and takes every later task exactly
+    once, in the taskset's order.
 
     The text of a prompt is for display only, because the environment renders the conversation
     itself.
@@ -46,7 +46,8 @@ class VerifiersTasks(GeneratedPrompts):
         return TaskProblem(text, "", task.key, {COLUMN: {"at": at, "key": task.key}})
 
     def _at(self, index: int) -> int:
-        """Converts a position in the stream to the task's index in the taskset."""
+        """Returns the index, in the taskset, of the task at position `index` of the prompt
+        stream."""
         tasks = self._library.tasks
         if tasks is None:
             return index + (EVALUATED if self._split == "train" else 0)

@@ -445,9 +445,9 @@ class Session:
             self.monitor.note(line)
 
     def _published(self, version: int) -> None:
-        """Updates the run's state. The argument `version` becomes the step number of the state. The
-        rollout source calls `_published` when the weight sync of step `version` is done or was
-        skipped."""
+        """Updates the run's state after a step. The rollout source calls `_published` when the
+        weight sync of the step is done or was skipped. The argument `version` is the number of the
+        step. The state stores this number."""
         self.state.step, self.state.data = version, self.rollouts.state()
         if self.groups is not None:
             self._kept = self.groups.kept()

@@ -1,5 +1,5 @@
-"""Decides by rules which processes block a run, and which processes wait for them. `verdict` is a
-pure function of the facts.
+"""Decides by rules which processes block a run, and which processes wait for the blocking
+processes. `verdict` is a pure function of the facts.
 
 The rules are ordered by certainty, beginning with the most certain rule. The first rule that
 applies gives the verdict. The first rules blame a process that is stopped, has ended, or waits for

@@ -10,7 +10,7 @@ from megatron_stare.models.family import ModelFamily
 
 class Llama(ModelFamily):
     """Llama. The first published config.json of Llama 2 lacks the key rope_theta. If the key is
-    missing, transformers and servers use 10,000."""
+    missing, the library transformers and the engines' servers use 10,000."""
 
     model_type = "llama"
     rope_theta: ClassVar[float | None] = 10_000.0

@@ -36,9 +36,9 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns two factors by which transformers multiplies YaRN's cosines and sines. Transformers
-    computes the first factor from all parameters in `rope`. Transformers computes the second factor
-    from all parameters in `rope` except `attention_factor`.
+    """Returns two factors that multiply YaRN's cosines and sines. The library transformers computes
+    the first factor from all parameters in `rope`, and the second factor from all parameters in
+    `rope` except `attention_factor`.
 
     Args:
         rope: rotary parameters of type yarn.
@@ -53,8 +53,9 @@ def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _by_transformers(rope: Mapping[str, Any], **sizes: int) -> tuple[Tensor, float]:
-    """Returns the inverse frequencies that transformers computes from `rope`, and the factor by
-    which transformers multiplies the cosines and sines."""
+    """Calls the library transformers to compute a model's RoPE scaling from the parameters in
+    `rope`. Returns the inverse frequencies, and the factor by which the cosines and sines must be
+    multiplied."""
     # imported here, because it takes seconds and few models need it
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -14,10 +14,11 @@ from torch import Tensor
 def sums(
     logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool
 ) -> Tensor:
-    """Returns one tensor [4 or 6, N]. The dtype is float64 for float64 logits, and float32 for all
-    other logits. The tensor's first four rows are this rank's maxima m, sums s, sums t and target
-    logits z_target. If `second_moment` is True, two more rows are the sums q and u. The module
-    vocab_parallel.py defines m, s, t, q and u.
+    """Returns a tensor [4, N], or a tensor [6, N] if `second_moment` is True. The dtype is float64
+    for float64 logits, and float32 for all other logits. The first four rows contain m, s, t and
+    z_target for each token, computed from this rank's vocabulary columns. If there are six rows,
+    the last two rows contain q and u for each token. The logit of the target token is z_target. The
+    module vocab_parallel.py defines m, s, t, q and u.
 
     Args:
         logits: [N, V].
@@ -74,5 +75,6 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _product(d: Tensor, e: Tensor) -> Tensor:
-    """Returns the elementwise product of d and e. The product is 0 for elements with d = -inf."""
+    """Multiplies the tensors `d` and `e` element by element. If an element of `d` is -inf, the same
+    element of `e` is 0, and the product is 0 instead of NaN."""
     return torch.where(e > 0, d * e, 0.0 * e)  # keeps a nan in e

@@ -45,8 +45,8 @@ class Quantile:
     not an integer, `interpolation` determines the quantile in the same way as in numpy. The
     interpolation 'nearest' rounds a position halfway between two integers to the even integer.
     Callers must convert `x` to float32 before they compare `x` with the quantile. The conversion to
-    float32 can round a value of `x` up. A quantile that equals the rounded value is larger than the
-    value before the conversion.
+    float32 can round a value of `x` up. If the quantile equals the rounded value, the quantile is
+    larger than the original value in `x`.
     """
 
     x: Tensor  # [N]
@@ -115,7 +115,7 @@ class Threshold:
     value: Tensor  # float32, the smallest selected value; +inf if k = 0
 
     def select(self, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:
-        """[N] bool: True for the k selected positions."""
+        """Returns a mask, [N] bool, which is True for the selected positions."""
         return mask & (ordering_key(key, index) >= self.key) & (self.k > 0)
 
 

@@ -76,10 +76,10 @@ def of_responses(
 
 
 def spread(size: int, limit: int) -> list[int]:
-    """Picks at most `limit` samples from a batch that has `size` samples. The picked samples are
-    evenly spaced in the batch and therefore come from as many prompts as possible. In a batch, the
-    samples of a prompt follow one another. The first `limit` samples of a batch therefore come from
-    few prompts. Returns the indices of the picked samples."""
+    """Picks evenly spaced samples from a batch, and returns their indices. `size` is the number of
+    samples in the batch, and `limit` is the largest number of samples to pick. In a batch, the
+    samples of a prompt follow one another. Evenly spaced samples therefore come from as many
+    prompts as possible. Samples from the beginning of the batch would come from few prompts."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

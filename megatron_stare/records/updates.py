@@ -97,13 +97,14 @@ class UpdateResult:
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """Combines the metrics of a training step's updates into the metrics of the training step.
-    `updates` contains the updates in the order in which they were made.
+    `updates` lists the updates in the order in which the trainer made them.
 
     If a metric is a maximum, the result is the maximum over the updates. Counts of tokens are
-    summed. Any other metric is averaged over the updates that report it. The average leaves out
-    updates on empty mini-batches, and updates whose scaled gradient overflowed. If only updates
-    that are left out report a metric, the average covers the updates that are left out. Only the
-    first update reports the metrics of the rollout batch.
+    summed. A metric that is neither a maximum nor a count is averaged over the updates that report
+    the metric. The average leaves out updates on empty mini-batches, and updates whose scaled
+    gradient overflowed. If a metric is reported only by updates on empty mini-batches and by
+    updates with overflows, the average covers these updates. Only the first update reports the
+    metrics of the rollout batch.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite

@@ -106,8 +106,8 @@ def check_clock(asked: float, told: float, answered: float) -> Finding:
 
 def check_topology(facts: Facts, tensor: int) -> Finding:
     """Checks that no connection between GPUs of the same tensor-parallel group crosses a PCIe host
-    bridge. A group consists of `tensor` GPUs with consecutive indices. Uses the output of
-    `nvidia-smi topo -m`."""
+    bridge. `tensor` is the number of GPUs in a tensor-parallel group. The GPUs of a group have
+    consecutive indices. Uses the output of `nvidia-smi topo -m`."""
     links = parse_topology(facts.topology)
     count = len(links)
     far = [

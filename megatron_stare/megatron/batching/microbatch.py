@@ -1,5 +1,6 @@
-"""Defines one rank's part of a rollout batch. The model receives a rank's part as micro-batches,
-and the RL method receives the same part as flat columns.
+"""Defines `RankBatch`, which is one rank's share of a rollout batch. The model receives this share
+as micro-batches. The RL algorithm receives this share as flat tensors with one entry per response
+position.
 
 Shape legend: a micro-batch has b rows and s positions. A packed micro-batch has one row with all
 tokens. The number of response positions in the loss mask of one micro-batch is n. The loss masks of
@@ -70,10 +71,12 @@ class RankBatch:
 
     The following tensors are [N] int64, with one entry for every response position of this rank.
 
-    `index`: the position's index among the response positions of the whole batch.
-    `sequence`: the index of the position's sample.
+    `index`: index of the response position in the whole batch, counted from 0 through the responses
+        of all samples.
+    `sequence`: index of the sample to which the response position belongs.
     `position`: the token's index in the response, counted from 0.
-    `held`: the position's index in the share's response columns, such as `rollout_log_probs`.
+    `held`: index of the response position in the flat response columns of `share`, such as
+        `share.rollout_log_probs`.
 
     Args:
         share: share of data-parallel rank `dp_rank`.
@@ -162,9 +165,9 @@ class RankBatch:
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
-        """Returns `tokens`, restricted to the mini-batch with index `number`. The columns of the
-        result keep all N response positions of the rank. The masks, `num_sequences` and
-        `sequence_lengths` cover only this mini-batch.
+        """Returns a copy of `tokens` for one mini-batch. `number` is the index of the mini-batch.
+        The columns of the copy keep all N response positions of the rank. The masks,
+        `num_sequences` and `sequence_lengths` cover only this mini-batch.
 
         Args:
             tokens: from `token_batch`.
@@ -204,10 +207,9 @@ def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
     """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
-    micro-batch's response positions. Each column of the tensor describes one response position. Row
-    0 of the tensor contains the index of the position's sample. Row 1 of the tensor contains the
-    position's index in the response. Row 2 of the tensor contains the position's index in the
-    response columns of `share`, such as `rollout_log_probs`."""
+    micro-batch's response positions. Each column of the tensor describes one response position.
+    Rows 0, 1 and 2 contain the indices that RankBatch stores as `sequence`, `position` and
+    `held`."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])

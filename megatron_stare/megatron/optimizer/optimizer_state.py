@@ -237,9 +237,9 @@ def write_step(optimizer: Optimizer, place: StepPlace, step: int) -> None:
 
 
 def like(kept: Any, step: int) -> Any:
-    """Converts the number `step` to the type of `kept`. The argument `kept` is a step count that an
-    optimizer stored, either as a tensor or as a number. If `kept` is a tensor, the result is a new
-    tensor; otherwise, the result is a number."""
+    """Converts a new step count, `step`, to the type of a stored step count, `kept`. An optimizer
+    stores its step count either as a tensor or as a number. If `kept` is a tensor, the result is a
+    new tensor; otherwise, the result is a number."""
     return torch.full_like(kept, step) if torch.is_tensor(kept) else type(kept)(step)
 
 

@@ -36,8 +36,8 @@ class Compared:
 
     `versions`: versions of the weights with which the engines sampled this rank's tokens.
         `all_versions` lists the weight versions for the tokens of all ranks.
-    `expected`: number of tokens that all ranks together should hold. If fewer tokens than
-        `expected` are compared, tokens are missing.
+    `expected`: number of tokens that all ranks together should hold. If the ranks together hold
+        fewer tokens than `expected`, `summary` counts the difference of each missing token as NaN.
     """
 
     values: Tensor  # [N] float32

@@ -98,9 +98,10 @@ class RankMemory:
         machine.
 
         `peak_mb` is this process's peak memory since the last call. Without CUDA, `live_mb` is the
-        current size of the policy's tensors plus the peak size, since the last call, of the tensors
-        that autograd keeps for backward. `device_mb` is the memory that all processes together
-        currently hold on this GPU.
+        sum of two sizes: the current size of the policy's tensors, and the peak size of the tensors
+        that autograd keeps for backward. The peak size of these tensors is the peak since the last
+        call of `take_mb`. `device_mb` is the memory that all processes together currently hold on
+        this GPU.
         """
         found = {"peak_mb": take_peak_bytes(), "device_mb": device_used_bytes()}
         if not uses_cuda():

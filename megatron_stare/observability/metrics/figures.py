@@ -197,8 +197,9 @@ def _reward(s: dict[str, float | None]) -> Figure:
 
 
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
-    """Returns the sampled and the greedy result on one task. If the sampled result rose, a lower
-    greedy result is not marked as bad news."""
+    """Returns two evaluation results on one task: the result with sampled responses and the result
+    with greedy decoding. If training improved the sampled result and worsened the greedy result,
+    the greedy result is not marked as bad news."""
     on = run.on_task(task)
     labels = labels_of(on, task)
     sampled = _pass_at_1(on, labels[0], "pass1", "correct")
@@ -209,7 +210,8 @@ def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
 
 
 def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
-    """Returns the label of the sampled result and the label of the greedy result on a task.
+    """Returns the labels of two evaluation results on a task: the result with sampled responses and
+    the result with greedy decoding.
 
     Args:
         run: the run with only the evaluations on this task.

@@ -79,17 +79,17 @@ class Rule:
         the step or for a measured value.
     `error`: text of the error that ends the run, or "" if the rule does not end the run. If a rule
         has both an alert and an error, the setting `action` determines which of the two applies.
-    `metrics`: metrics that show the problem most directly. If `metrics` is (), the metrics of the
-        rule's condition are used. If there are several metrics, an alert reports the metric with
-        the largest value.
+    `metrics`: metrics that show the problem most directly. An alert reports the metric in `metrics`
+        that has the largest value. If `metrics` is (), an alert reports the metric in the rule's
+        condition that has the largest value.
     `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
         settings for the rule.
     `flag`: name of a metric that is 1 in every step in which the rule's condition held, or "" if
         the rule has no such metric. If a rule has a `flag`, the driver tests the rule's condition
-        and logs the metric. For a rule with a `flag`, the class `Watch` does not test the condition
-        again, but raises the alert in the steps in which the metric is 1.
-    `dtype`: `coarsest_dtype` that a run must have for the rule to apply, or "" if any dtype will
-        do.
+        and logs the result as the metric that `flag` names. The class `Watch` then raises the alert
+        in every step in which the flag's metric is 1, and does not test the condition again.
+    `dtype`: the rule applies only to runs whose `coarsest_dtype` is this dtype. If `dtype` is "",
+        the rule applies to runs of every dtype.
     `sampled`: True if the rule applies only to runs that sample their responses.
     """
 
@@ -314,9 +314,9 @@ class Watch:
         return changed
 
     def restore(self, rows: Iterable[Row]) -> None:
-        """Adds the earlier steps of a resumed run, so that `add` compares later steps with the
-        earlier steps. Alerts that were active after the last earlier step stay active, and `add`
-        does not return these alerts as new alerts."""
+        """Adds the metrics of the steps that a resumed run has already finished, so that `add` can
+        compare new steps with the finished steps. Alerts that were active after the last finished
+        step stay active, and `add` does not return these alerts as new alerts."""
         for row in rows:
             self.add(int(row["step"]), row)
 

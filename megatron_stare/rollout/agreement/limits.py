@@ -1,9 +1,10 @@
 """Sets limits on the difference between the log-probs of engine and trainer, for each compute
 dtype. Pure.
 
-In float32, one limit applies to the log-prob difference of each token. In 16-bit dtypes, and in the
-8-bit dtypes of the servers' weights, keys and values, limits apply to the mean difference, to high
-quantiles, and to the growth of the mean over a run (observability/metrics/rules.py).
+In float32, one limit applies to the log-prob difference of each token. In 16-bit dtypes, limits
+apply to the mean difference, to high quantiles of the difference, and to the growth of the mean
+difference over a run (observability/metrics/rules.py). The same kinds of limits apply if the
+servers hold weights, keys or values in 8-bit dtypes.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ class Limits:
     """Limits, in nats, on the log-prob differences between engine and trainer. None means
     unlimited.
 
-    `largest`: limit on the log-prob difference of each token. Only float32 has a default
-        for `largest`. In float32, differences from rounding are three orders of magnitude smaller
-        than differences from any fault. In 16-bit dtypes, the log-probs of engine and trainer for a
-        single token can differ by tenths of a nat to several nats, even without a fault.
-    `bounds`: limits on the mean and on high quantiles of the differences, by name; empty in
-        float32.
+    `largest`: limit on the log-prob difference of each token. In float32, `largest` has a default
+        value. In 16-bit and 8-bit dtypes, the default is no limit. In float32, differences from
+        rounding are three orders of magnitude smaller than differences from any fault. In 16-bit
+        dtypes, the log-probs of engine and trainer for a single token can differ by tenths of a nat
+        to several nats, even without a fault.
+    `bounds`: dict with the limits on the mean of the differences ("mean") and on two high quantiles
+        ("p99" and "p999"). In float32, the dict is empty.
     `trend`: limit on the growth of the mean difference over a run.
-    `cache`: dtype of the servers' key/value cache if this dtype has 8 bits, otherwise None. An
-        error names the dtype if the 8-bit cache is a likely cause of the difference.
+    `cache`: dtype of the servers' key/value cache if this dtype has 8 bits, otherwise None. If the
+        8-bit cache is a likely cause of a log-prob difference, the error names the dtype of the
+        cache.
     """
 
     largest: float | None
@@ -88,10 +91,11 @@ class Limits:
     def canary_passed(self, difference: LogProbDifference) -> str:
         """Describes the limits that a canary's differences exceed. Returns "" if no limit is
         exceeded. A canary has too few tokens for quantiles, so the limits on quantiles do not
-        apply. If the limits are `coarse`, the canary's mean difference may be at most CANARY_ROOM
-        times the limit on the mean. The canary's mean difference covers only likely tokens, to
-        which the trainer gives a probability of at least 1/1000. If the canary has fewer than
-        ENOUGH_LIKELY likely tokens, the mean difference covers all tokens of the canary."""
+        apply. In 16-bit and 8-bit dtypes, the canary's mean difference may be at most `CANARY_ROOM`
+        times the limit that applies to the mean difference of sampled tokens. The canary's mean
+        difference covers only likely tokens, to which the trainer gives a probability of at least
+        1/1000. If the canary has fewer than `ENOUGH_LIKELY` likely tokens, the mean difference
+        covers all tokens of the canary."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY
@@ -114,19 +118,19 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Summarises the log-prob differences of a subset of tokens by one number, in nats. If the
-        limits are `coarse`, `size` returns the mean difference, otherwise the largest difference.
-        NaN is ignored."""
+        """Summarises the log-prob differences of a subset of tokens by one number, in nats. In
+        16-bit and 8-bit dtypes, `size` returns the mean difference. In float32, `size` returns the
+        largest difference. NaN is ignored."""
         return part.mean_number if self.coarse else part.largest_number
 
     @property
     def same(self) -> float:
         """Threshold for agreement on a subset of tokens. Engine and trainer count as agreeing on a
-        subset of tokens if the method `size` returns at most this threshold for the subset. Only
-        the search for the likely cause of a difference uses `same`. In float32, `same` is a tenth
-        of the limit on the difference of a single token. If the limits are `coarse`, `same` equals
-        the limit on the mean difference. A tenth of the limit on the mean would be too small in
-        16-bit dtypes, because rounding alone causes larger mean differences."""
+        subset of tokens if the subset's log-prob difference, which the method `size` computes, is
+        at most this threshold. Only the search for the likely cause of a difference uses this
+        threshold. In float32, the threshold is a tenth of the limit on the log-prob difference of a
+        single token. In 16-bit and 8-bit dtypes, the threshold equals the limit on the mean
+        difference, because rounding alone causes mean differences above a tenth of this limit."""
         return self.wrong if self.coarse else _AGREES * self.wrong
 
     @property
@@ -138,7 +142,7 @@ class Limits:
 
     @property
     def wrong(self) -> float:
-        """Limit on the number that the method `size` returns. If `size` returns a number above this
-        limit for a subset of tokens, engine and trainer count as having different log-probs for
-        this subset."""
+        """Limit on the log-prob difference of a subset of tokens, which the method `size` computes.
+        If the difference is above this limit, engine and trainer count as having different
+        log-probs for this subset."""
         return self.bounds["mean"] if self.largest is None or self.coarse else self.largest

@@ -94,10 +94,10 @@ def check_ages(ages: Mapping[int, int], bound: int | None, step: int) -> None:
 
 
 def mask_from(trajectory: Trajectory, age: int, newest: int) -> int:
-    """Removes old tokens from the loss mask: all tokens whose weights are at least `age` versions
-    older than version `newest`. Returns the number of tokens that are too old. Tokens that are too
-    old stay in the trajectory, because they were part of the context in which later tokens were
-    sampled."""
+    """Removes tokens that are too old from the loss mask. A token is too old if the weights that
+    sampled the token are at least `age` versions older than the weights of version `newest`.
+    Returns the number of tokens that are too old. Tokens that are too old stay in the trajectory,
+    because they were part of the context in which later tokens were sampled."""
     if not trajectory.versions:
         return 0
     versions, lengths = (

@@ -68,8 +68,8 @@ def make_source(
 
 
 def check_staleness(config: Config, method: Method) -> None:
-    """Raises ConfigError if the settings for tokens that older weights sampled contradict each
-    other, or contradict other settings."""
+    """Checks the settings for stale tokens, which are tokens that older weights sampled. Raises
+    ConfigError if these settings contradict each other, or contradict other settings."""
     rollout, cut = config.rollout, config.partial.tokens is not None
     if cut:
         check_partial(config)

@@ -57,9 +57,9 @@ class PartialGroups(Groups):
     the groups whose prompts come first in the prompt stream.
 
     Between steps, this object keeps every prompt that was taken from the stream but not trained on.
-    Each prompt of the stream is therefore used exactly once. A complete group is delayed only by
-    groups with earlier prompts, and each unfinished response grows in every step. The age of a
-    token, in weight versions, is therefore at most
+    Each prompt of the stream is therefore used exactly once. Only groups with earlier prompts can
+    delay a complete group. Each unfinished response grows in every step. The age of a token, in
+    weight versions, is therefore at most
     `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups`.
 
     With dynamic sampling (see InformativeGroups), a complete group whose rewards are all equal is
@@ -99,9 +99,9 @@ class PartialGroups(Groups):
         progress: Progress,
         settled: Callable[[], None],
     ) -> Collected:
-        """See Groups. Runs rounds. Each round ends when all tokens of the round are sampled and all
-        its finished responses have rewards. If this method fails, the kept responses are unusable
-        and the run must end."""
+        """See Groups. Runs rounds. Each round ends when all tokens of the round are sampled, and
+        all responses that finished in the round have rewards. If this method fails, the kept
+        responses are unusable and the run must end."""
         dropped: list[Group] = []
         rounds, refills = 0, 1
         self._refill(params.step)

@@ -168,7 +168,8 @@ def tensors_of(sums: Sums) -> dict[str, Sum]:
 
 def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
     """Assigns each file to one rank, so that all ranks get about the same number of bytes. The
-    largest files are assigned first. Each file goes to the rank with the fewest bytes so far."""
+    largest files are assigned first. Each file is assigned to the rank to which the fewest bytes
+    have been assigned so far."""
     dealt: list[dict[str, Sum]] = [{} for _ in range(ranks)]
     size = [0] * ranks
     for name in sorted(sums, key=lambda name: (-sums[name].size, name)):

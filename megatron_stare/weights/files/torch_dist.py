@@ -38,8 +38,9 @@ _NOT_TOGETHER = "config.json and the checkpoint do not belong together"
 
 
 def find(path: Path) -> Path:
-    """Returns the checkpoint folder to which `path` leads. The folder is `path` itself, the newest
-    checkpoint of a run directory, or the latest checkpoint of a Megatron-LM folder.
+    """Returns the checkpoint folder that `path` stands for. If `path` is a run directory, returns
+    the folder of the run's newest checkpoint. If `path` is a Megatron-LM folder, returns the folder
+    of the latest checkpoint in `path`. Otherwise, returns `path` itself.
 
     Raises:
         DataError: `path` leads to no checkpoint folder.
@@ -157,9 +158,9 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Returns the file that holds a block, and a sort key for the block's position in this
-        file. If blocks are read in the order of the returned pairs, each file is read from front to
-        back."""
+        """Returns the file that holds a block, and a number that is larger for blocks further back
+        in this file. If blocks are sorted by this pair of file and number, each file is read from
+        front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):
@@ -215,8 +216,9 @@ class TorchDist:
         return whole
 
     def span(self, place: Place, start: int, stop: int) -> tuple[int, int] | None:
-        """Returns the file descriptor and the position of the bytes that `rows` would read. Returns
-        None if the rows are not contiguous in one file."""
+        """Returns the descriptor of the file that contains rows [start, stop) of the parameter at
+        `place`, and the byte offset of the rows in this file. Returns None if the rows are not
+        contiguous in one file."""
         dims = len(place.lead)
         columns = self.sizes[place.key][dims + 1 :]
         for chunk in self._chunks_at(place):

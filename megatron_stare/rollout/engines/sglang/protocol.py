@@ -48,9 +48,9 @@ def check_version(version: str, where: str) -> None:
 
 
 def check_hashes(version: str, where: str) -> None:
-    """Raises SGLangError if the server does not run the newest supported release of SGLang. The
-    server's hashes of 8-bit weights were compared with the trainer's hashes for the newest
-    supported release only."""
+    """Raises SGLangError if the server does not run the newest supported release of SGLang. For all
+    other releases, the server's hashes of 8-bit weights were never compared with the trainer's
+    hashes."""
     if version != SUPPORTED_VERSIONS[-1]:
         raise SGLangError(
             f"the server runs SGLang {version}, whose hashes of 8-bit weights were never compared",
@@ -134,13 +134,12 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
     from the model. Also raises ConfigError for every speculative algorithm except NGRAM, because a
     weight sync to a server with a draft model was never tried.
 
-    To check the tokens of a server, the run compares only log-probs: those of the server and those
-    of the trainer. For every token that a server returns, the server reports the model's log-prob
-    of this token. The reported log-prob is correct even if the token was not sampled from the
-    model. A comparison of log-probs therefore cannot detect wrongly sampled tokens. On CPUs, SGLang
-    verifies drafts by taking the likeliest token, whatever the temperature is (eagle_utils.py,
-    0.5.23). On CUDA, speculative decoding returns exact samples if both acceptance thresholds are
-    1.
+    To check the tokens of a server, the run only compares the server's log-probs with the trainer's
+    log-probs. For every token that a server returns, the server reports the model's log-prob of
+    this token. The reported log-prob is correct even if the token was not sampled from the model. A
+    comparison of log-probs therefore cannot detect wrongly sampled tokens. On CPUs, SGLang verifies
+    drafts by taking the likeliest token, whatever the temperature is (eagle_utils.py, 0.5.23). On
+    CUDA, speculative decoding returns exact samples if both acceptance thresholds are 1.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain
