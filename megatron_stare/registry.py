@@ -56,7 +56,8 @@ class Extension:
 
     @classmethod
     def read(cls, value: Any) -> Extension:
-        """Reads an extension from its YAML value. Raises ValueError if the value has no name."""
+        """Reads an extension from its YAML value. Raises ValueError if the YAML value does not name
+        an extension."""
         if isinstance(value, cls):
             return value
         written = {"name": value} if isinstance(value, str) else value
@@ -72,8 +73,8 @@ class Extension:
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Returns a YAML value from which `read` makes an equal extension: a mapping, or only the
-        name if the extension has no settings."""
+        """Returns the extension as a YAML value: only its name if it has no settings, and otherwise
+        a mapping. The method `read` turns this value into an equal extension."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:

@@ -11,9 +11,9 @@ paper, p is the probability of the sampled token under the policy that is being 
 `statistics.surprisal: current` uses the paper's p. By default, p comes from the log-prob pass, and
 differs from the paper's p only if a batch gets several updates. The setting `entropy_target` is not
 in the paper. With `entropy_target`, the weights act only while the mean entropy of the batch is
-below the target. At or above the target, every token has the weight 1/2. While the entropy is below
-the target, the weights have a mean near 1/2. The size of a step therefore hardly changes when the
-entropy reaches the target.
+below the target. While the mean entropy is at or above the target, every token has the weight 1/2.
+While the entropy is below the target, the weights have a mean near 1/2. The size of a step
+therefore hardly changes when the entropy reaches the target.
 """
 
 from __future__ import annotations

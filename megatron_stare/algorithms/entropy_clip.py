@@ -41,8 +41,8 @@ _FLAT = 1e-12
 
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:
-    """Requests the mean of x over the tokens in `mask`. If `known` contains the mean, also requests
-    the variance of x over the tokens in `mask`."""
+    """Requests the mean of x over the tokens in `mask`. Also requests the variance of x over the
+    tokens in `mask`, if `known` already contains the mean."""
     asked: dict[str, Request] = {"clip/mean": Mean(x, mask)}
     if "clip/mean" in known:
         asked["clip/variance"] = Mean((x - scalar(known, "clip/mean")) ** 2, mask)
@@ -146,9 +146,9 @@ class ClipV(Grpo):
 
     `mu`: a token of negative advantage is a candidate for removal if its negated entropy
         sensitivity -Phi exceeds `mu` times the standard deviation of Phi.
-    `max_share`: Clip_V removes at most this share of all tokens. Clip_V removes the candidates with
-        the largest negated entropy sensitivity -Phi first. If there are candidates, Clip_V removes
-        at least one.
+    `max_share`: Clip_V removes at most this share of all tokens. Clip_V removes candidates in
+        descending order of their negated entropy sensitivity -Phi. If there are candidates, Clip_V
+        removes at least one.
     """
 
     aggregation: Aggregation = "token_mean"

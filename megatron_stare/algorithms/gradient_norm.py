@@ -163,11 +163,11 @@ def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
 
 
 def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
-    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The
-    gradient norm of a token is |one_hot(a) - p| here, as in the STAPO paper's plot of these norms.
-    It is the norm of the gradient of the token's log-prob, and not of the gradient of the
-    objective, so the factor w does not occur in it. The gradient is taken with respect to the
-    scaled logits z / T, where z are the logits and T is the temperature."""
+    """Returns `gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The gradient norm of
+    a token is defined as |one_hot(a) - p|, as in the STAPO paper's plot of these norms. This norm
+    belongs to the gradient of the token's log-prob, not to the gradient of the objective, so the
+    norm does not contain the factor w. The gradient is taken with respect to the scaled logits z /
+    T, where z are the logits and T is the temperature."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
     means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}
@@ -176,7 +176,7 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
 
 def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
     """Returns a tensor [N] int64. For each element of x, the tensor contains the number of values
-    in `ends` that are at most equal to this element."""
+    in `ends` that are less than or equal to this element."""
     found = torch.zeros_like(x, dtype=torch.int64)
     for end in ends:
         found += x >= end

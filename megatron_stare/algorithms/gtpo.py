@@ -64,9 +64,9 @@ class Gtpo(Clipped):
         clamped.
     `correct_from`: the lowest reward with which a response counts as correct.
     `eps`: a number that is added to every entropy and to the standard deviation, so that no divisor
-        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy.
-        With eps in the sum, a token whose entropy is alone in the sum would not get exactly the
-        share 1.
+        is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy. If
+        eps were added to the sum, the only token in a sum would get a share below 1 instead of
+        exactly 1.
     """
 
     clip_high: float = 0.28
@@ -169,9 +169,9 @@ class Gtpo(Clipped):
         ) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
-        """Returns for each token the index of its comparison set, [N], and the number of comparison
-        sets. A token is compared with the tokens of its comparison set, which is a prompt group or
-        the whole batch."""
+        """Returns a tensor [N] with the index of each token's comparison set, and the number of
+        comparison sets. A token is compared with the tokens of its comparison set, which is a
+        prompt group or the whole batch."""
         group = _whole(batch.groups)[batch.sequence]
         return (group, batch.num_groups) if self.scope == "group" else (torch.zeros_like(group), 1)
 

@@ -38,9 +38,9 @@ State = dict[str, Tensor]  # 0-dim float64 tensors that a method keeps from step
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Result of `Method.token_loss`. `loss` [N] has the token losses before aggregation. `shares`
-    maps the name of a metric to one value per token, [N]. The trainer logs each metric as the mean
-    of its values over the loss tokens."""
+    """Result of `Method.token_loss`. `loss` [N] contains the token losses before aggregation.
+    `shares` maps the name of each metric to a tensor [N] with one value per token. The trainer logs
+    each metric as the mean of its values over the loss tokens."""
 
     loss: Tensor
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -148,9 +148,9 @@ class Method(ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-        """Computes the advantages of the responses, [B], from their rewards [B] and from the
-        indices of their prompt groups [B]. The argument `counted` is the mask of the responses that
-        form the baseline of the advantages, [B] bool."""
+        """Returns the advantages [B] of the responses, computed from their rewards [B] and the
+        indices [B] of their prompt groups. The argument `counted` (bool [B]) is the mask of the
+        responses that form the baseline of the advantages."""
 
     def initial_state(self) -> dict[str, float]:
         """Returns the state before the first step, as a mapping of names to values. Every
@@ -161,15 +161,16 @@ class Method(ABC):
         """Returns requests for the statistics that the method needs. `control` needs statistics of
         the rollout batch; the loss needs statistics of a mini-batch.
 
-        The trainer calls `requests` again until a call returns no new names, so that a request can
-        build on the statistics in `known`. The statistic `tokens`, by which `coefficients` divides,
-        is the number of positions that count in the loss.
+        The trainer calls `requests` repeatedly, until a call returns no request with a new name. A
+        request can therefore build on the statistics in `known`. `coefficients` divides by the
+        statistic `tokens`, which is the number of positions that count in the loss.
         """
         return {"tokens": Count(batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
         """Returns the state for this step, computed from the statistics of the rollout batch. The
-        next step starts from the returned state. `control` must not synchronise with the host."""
+        next step starts from the returned state. `control` must not cause a host-device
+        synchronisation."""
         return state
 
     def observe(self, state: State, change: Tensor | None) -> State:
@@ -177,7 +178,7 @@ class Method(ABC):
         update of every step in which `measures_every` asks for a measurement. `change` is a 0-dim
         tensor. The value of `change` is the mean entropy of the batch's tokens after the update,
         minus the mean entropy of the same tokens before the update. If the optimizer step was not
-        taken, `change` is None. `observe` must not synchronise with the host."""
+        taken, `change` is None. `observe` must not cause a host-device synchronisation."""
         return state
 
     @abstractmethod
@@ -188,13 +189,13 @@ class Method(ABC):
 
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns the factor that multiplies each token's loss in the training loss, [N]. The
-        factor is 0 outside batch.loss_mask."""
+        """Returns a tensor [N] with the factor by which the training loss multiplies each token's
+        loss. The factor is 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns for each token the code of the token set that contains the token, [N] int8. The
-        property `selects` lists the method's token sets. The codes of the token sets are meant for
-        diagnostics and for people who read responses.
+        """Returns a tensor [N] int8 with the code of each token's token set. The property `selects`
+        lists the method's token sets. The codes of the token sets are meant for diagnostics and for
+        people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of
         negative advantage. Code 2 is U+, the common tokens of positive advantage, and -2 is U-, the

@@ -100,8 +100,8 @@ def weight_metric(method: str, healthy: str) -> Metric:
 
 
 def by_sign(advantage: Tensor, positive: Tensor | float, negative: Tensor | float) -> Tensor:
-    """Returns for each token `positive` if the advantage is above 0, `negative` if the advantage is
-    below 0, and 1 if the advantage is 0, [N] float64."""
+    """Returns a tensor [N] float64 with one value per token: `positive` if the token's advantage is
+    above 0, `negative` if the advantage is below 0, and 1 if the advantage is 0."""
     one = torch.ones_like(advantage, dtype=torch.float64)
     return torch.where(
         advantage > 0, positive * one, torch.where(advantage < 0, negative * one, one)

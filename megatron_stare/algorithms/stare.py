@@ -129,8 +129,9 @@ class Stare(Grpo):
         highest surprisal. Among the tokens with negative advantage, L- takes the share P with the
         highest surprisal.
     `rare_below`: a fixed probability bound for rare tokens, used instead of the share P. A token is
-        rare if its probability is below `rare_below`. If `rare_below` is null, the rare tokens are,
-        for each sign of the advantage, the share P with the highest surprisal.
+        rare if its probability is below `rare_below`. If `rare_below` is null, a token is rare if
+        it belongs to the share P with the highest surprisal among the tokens whose advantage has
+        the same sign.
     `common`: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom'
         takes the share P with the lowest surprisal.
     `amplify`: the factor W, which multiplies amplified advantages. The factor W must be at least 1.
@@ -264,8 +265,8 @@ class Stare(Grpo):
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns, for each token, the integer code of the token set that contains the token. The
-        codes do not depend on the gate."""
+        """Returns a tensor [N] int8 with the code of each token's token set. The codes do not
+        depend on the gate."""
         found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
         for each in self.selects:
             found = torch.where(self.selection.members(each, kept, statistics), each.code, found)

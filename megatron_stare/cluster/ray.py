@@ -86,8 +86,8 @@ _joined: Listener | None = None  # the control store of the cluster that was joi
 
 
 def node_address(interface: str | None) -> str:
-    """Returns this node's address on the network interface with the name `interface`. If
-    `interface` is None, returns the address that Ray uses for this node.
+    """Returns this node's address on the given network interface. Returns the address that Ray uses
+    for this node if `interface` is None.
 
     Raises:
         ConfigError: the interface does not exist.
@@ -119,7 +119,7 @@ class Actor:
         """Makes the worker from pickled arguments. Returns the `Home` of the worker's process: its
         pid and the space in which this pid is unique. The actor itself unpickles the arguments,
         because Ray would lose the message of an unpickling error. Unpickling fails, for example, if
-        a user's method is missing on this node."""
+        the Python module of a user's algorithm is missing on this node."""
         keep_own_output(role)
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
@@ -390,9 +390,9 @@ def get(
 
 
 def _turn(until: float) -> float:
-    """Returns the length of the next wait, in seconds. A wait is at most PROBE_S long. If a wait
-    ends without a result, the caller checks whether Ray's own processes are alive, because Ray does
-    not report their death."""
+    """Returns the length of the next wait, in seconds. A wait lasts at most `PROBE_S` seconds. If a
+    wait ends without a result, the caller checks whether Ray's own processes are alive, because Ray
+    does not report their death."""
     return min(max(until - time.monotonic(), 0.0), PROBE_S)
 
 
@@ -450,8 +450,8 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
 
 
 def start_ray(config: Config) -> None:
-    """Joins the cluster at `runtime.ray_address`. If `runtime.ray_address` is not set, starts Ray
-    on this machine only.
+    """Joins the cluster at `runtime.ray_address`. Starts Ray on this machine alone if
+    `runtime.ray_address` is not set.
 
     Raises:
         UserError: Ray does not start, or the cluster does not answer.

@@ -40,11 +40,11 @@ def half_started(error: BaseException) -> Any:
     """Returns Ray's record of the processes that a failed start of Ray left behind, or None if
     there are no such processes.
 
-    A failed start of Ray can leave processes behind. Without a call of `undo`, the processes left
-    behind keep running until this Python process ends. Ray keeps a record of the processes left
-    behind. After a failed start, the record can be reached only through the traceback of `error`: a
-    local variable of a function in the traceback refers to the record. This function therefore
-    searches the traceback for the record.
+    A failed start of Ray can leave processes behind. Unless `undo` is called, the processes of the
+    failed start run until this Python process ends. Ray keeps a record of the processes that a
+    failed start left behind. After a failed start, the record can be reached only through the
+    traceback of `error`: a local variable of a function in the traceback refers to the record. This
+    function therefore searches the traceback for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
@@ -55,7 +55,7 @@ def half_started(error: BaseException) -> Any:
 def nothing_left(node: Any) -> Iterator[None]:
     """Context manager for a `with` block that shuts Ray down. If an essential Ray process ended
     before the shutdown, Ray leaves its worker processes running. If Ray left worker processes
-    running, the context manager waits for these processes to end, but at most LEFT_S seconds. The
+    running, the context manager waits up to `LEFT_S` seconds for these processes to end. The
     context manager then kills the worker processes that have not ended."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
@@ -86,9 +86,8 @@ def undo(half: Any) -> None:
 def loss_behind(
     error: Exception, node: Any, died: Callable[[], int | None], what: str
 ) -> WorkerLostError | None:
-    """Checks whether a lost process caused an error. If a process was lost, returns a
-    WorkerLostError that names the lost process. Returns None if no process was lost, or if the
-    error already is a WorkerLostError.
+    """Checks whether a lost process caused an error. Returns a WorkerLostError that names the lost
+    process. Returns None if no process was lost, or if the error already is a WorkerLostError.
 
     Args:
         died: a function that returns the index of a worker that Ray knows to be dead, or None.

@@ -32,8 +32,8 @@ TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
 class RowError(Exception):
     """Raised for a row that cannot be used as a demonstration.
 
-    `kind`: description of the fault. Rows with equal descriptions count as rows with the same
-        fault.
+    `kind`: description of the fault. Two rows count as rows with the same fault if their faults
+        have the same description.
     """
 
     def __init__(self, kind: str, fix: str) -> None:
@@ -53,7 +53,7 @@ class Rendered(NamedTuple):
     mask: list[bool]
 
     def ends(self) -> list[int]:
-        """Returns the last token id of every turn that the assistant wrote."""
+        """Returns the ids of the last tokens of the assistant's turns, one id per turn."""
         after = zip(self.mask, [*self.mask[1:], False], strict=True)
         return [id for id, (mine, next_) in zip(self.ids, after, strict=True) if mine > next_]
 
@@ -144,8 +144,9 @@ def rendered(
 
 
 def _next_role(text: Callable[..., str], tokenizer: Any, special: Collection[int]) -> int | None:
-    """Returns the id of the first token that the template writes after an assistant's turn if a
-    user's message follows. Returns None if this token is not a special token."""
+    """Returns the id of the first token that the template writes between an assistant's turn and a
+    user's message. Returns None if the first token after the assistant's turn is not a special
+    token."""
     said, mark = {"role": "user", "content": "question"}, "answer"
     try:
         later = text([said, {"role": ASSISTANT, "content": mark}, said], asks=False)

@@ -1,8 +1,8 @@
 """Starts and stops the watcher of a run or of `eval`, and writes the driver's heartbeats, called
 beats.
 
-The beats contain the progress that a run reports to its sinks, and the time limit of the current
-phase. Environment variables tell the workers where to write their beats.
+The driver's beats contain the progress that a run reports to its sinks, and the time limit of the
+current phase. Environment variables tell the workers where to write their heartbeats.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 @dataclass
 class _Phase:
     """An open phase. The times `begun`, `entered` and `moved` are in seconds, as read from `clock`.
-    When an inner phase ends, `entered` and `moved` of the outer phase are moved forward by the
-    duration of the inner phase. The time of inner phases therefore does not count as time of the
-    outer phase."""
+    When an inner phase ends, its duration is added to the times `entered` and `moved` of the outer
+    phase. The time of inner phases therefore does not count as time of the outer phase."""
 
     name: str
     since: float  # seconds since 1970
@@ -148,9 +147,9 @@ class DriverBeats(Sink):
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """When no phase is open, records the time since the last phase ended or the step began. The
-        time before the first step is not recorded, because the weights are loaded during that
-        time."""
+        """Records the time since the last phase ended or the step began. Does nothing while a phase
+        is open. The time before the first step is not recorded, because the weights are loaded
+        during that time."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 
@@ -321,7 +320,7 @@ class Watched:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """While the context is open, reports that the process is in the phase `name`."""
+        """Context manager that reports to the watcher that this process is in the phase `name`."""
         if self._box is None:
             yield
             return

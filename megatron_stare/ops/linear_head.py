@@ -136,7 +136,7 @@ class LinearHead:
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yields the row slice and the logits of every chunk. Each chunk's logits overwrite the
-        logits of the previous chunk. If there are no rows, yields one empty chunk."""
+        logits of the previous chunk. Yields one empty chunk if there are no rows."""
         n = hidden.shape[0]
         if self.mode == "materialised":
             yield slice(0, n), torch.nn.functional.linear(hidden, weight)
@@ -326,9 +326,9 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if `used` and `slope` differ by more than rounding errors can explain. If
-    the slopes differ by more than rounding errors, the loss of one token depends on other tokens.
-    On a GPU, the error is raised at the next synchronisation.
+    """Raises RuntimeError if the slopes `used` and `slope` differ by more than rounding errors can
+    explain. A difference beyond rounding errors means that the loss of one token depends on other
+    tokens. On a GPU, the error is raised at the next synchronisation.
 
     Args:
         used: the slopes from which the gradient was computed.

@@ -5,14 +5,15 @@ registers.
 
 The forward pass divides each row of logits into several blocks, and reads one block after the
 other. The number m is the largest logit that the forward pass has read so far in the current row.
-With d = (z - m) / temperature and e = exp(d) for each logit z, the forward pass computes four sums
-over the row: s of e, t of d e, q of e^2, and u of d e^2. If the next block contains a logit above
-m, the forward pass increases m and rescales the sums s, t, q and u. With h = (m_old - m_new) /
-temperature, the rescaled sums are exp(h) s, exp(h) (t + h s), exp(h)^2 q and exp(h)^2 (u + h q).
-Only the log-prob pass uses the sums q and u. The training pass runs the same kernel and discards
-the sums q and u. A kernel without the sums q and u might round the sums s and t differently, so the
-importance ratios of the first update might differ from 1. According to instruction counts, memory
-bandwidth limits the kernel's speed, so computing the sums q and u should cost no time.
+For each logit z, let d = (z - m) / temperature and e = exp(d). The forward pass computes four sums
+over the row: s = sum(e), t = sum(d e), q = sum(e^2) and u = sum(d e^2). If the next block contains
+a logit above m, the forward pass increases m and rescales the sums s, t, q and u. With h = (m_old -
+m_new) / temperature, the rescaled sums are exp(h) s, exp(h) (t + h s), exp(h)^2 q and exp(h)^2 (u +
+h q). Only the log-prob pass uses the sums q and u. The training pass runs the same kernel and
+discards the sums q and u. A kernel without the sums q and u might round the sums s and t
+differently, so the importance ratios of the first update might differ from 1. According to
+instruction counts, memory bandwidth limits the kernel's speed, so computing the sums q and u should
+cost no time.
 
 Shape legend: N tokens, V vocabulary columns of this rank.
 """

@@ -89,15 +89,14 @@ class Coefficients:
     in `_mfu` or `_efficiency` is the share of a GPU's peak rate that a run reaches. Each
     coefficient whose name ends in `_bytes_s` is a rate in bytes/s. The coefficients
     `decode_layer_s` and `fixed_s` are times in seconds. The coefficients `log_prob_moves` and
-    `update_moves` are times in a unit of their own.
+    `update_moves` are times in a unit that is called a move.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
-    `log_prob_moves`, `update_moves`: time of the operations other than matrix products, per token
-        and layer. The unit of `log_prob_moves` and `update_moves` is the time that a GPU needs to
-        move one hidden state through its memory at full bandwidth. If `log_prob_moves` is 0,
-        `log_prob_mfu` also accounts for the time of operations other than matrix products. If
-        `update_moves` is 0, `update_mfu` also accounts for the time of operations other than matrix
-        products.
+    `log_prob_moves`, `update_moves`: time of all operations except matrix products, per token and
+        layer, in moves. A move is the time that a GPU needs to move one hidden state through its
+        memory at full bandwidth. If `log_prob_moves` is 0, `log_prob_mfu` also accounts for the
+        time of operations other than matrix products. If `update_moves` is 0, `update_mfu` also
+        accounts for the time of operations other than matrix products.
     `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.
     `decode_efficiency`: share of memory bandwidth that decoding reaches.
     `decode_layer_s`: seconds that each layer adds to a decoding step, whatever the batch size. If
@@ -150,8 +149,8 @@ class Fitted:
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Reads the coefficients that were fitted for a device. If the file contains no coefficients
-    for the device, returns the assumed coefficients.
+    """Reads the coefficients that were fitted for a device. Returns the assumed coefficients if the
+    file contains none for the device.
 
     Raises:
         DataError: `store` did not write the file.

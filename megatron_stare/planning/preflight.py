@@ -155,7 +155,7 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
 
 def check_run(config: Config, *, published: bool = False) -> ResolvedRun:
     """Works like `check`, but runs the checks of the dict RUN instead of the checks of the dict
-    CONFIGURATION. The checks of RUN need no data and no tokenizer."""
+    CONFIGURATION. The checks in the dict RUN need no data and no tokenizer."""
     return _checked(config, RUN, published)
 
 
@@ -342,7 +342,7 @@ def check_rounds(config: Config) -> None:
 
 
 def check_eight_bits(config: Config, method: Method) -> None:
-    """Raises ConfigError if servers round weights, or keys and values, to 8 bits, although the
+    """Raises ConfigError if servers store the weights or the KV cache in 8 bits, although the
     method has no importance correction for the difference between the servers' policy and the
     trainer's policy."""
     asked = config.sglang
@@ -519,8 +519,8 @@ def notices(config: Config) -> list[str]:
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if the longest prompt with the longest response has more tokens than the
-    model or a micro-batch allows."""
+    """Raises ConfigError if the longest prompt and the longest response together have more tokens
+    than the model or a micro-batch allows."""
     check_positions(config, shape)
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
@@ -628,8 +628,8 @@ def _shape_beside(path: Path) -> ModelShape | None:
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError if the longest prompt with the longest response has more tokens than the
-    model has positions."""
+    """Raises ConfigError if the longest prompt and the longest response together have more tokens
+    than the model has positions."""
     rollout = config.rollout
     if rollout.max_prompt_tokens >= shape.max_positions:
         raise ConfigError(

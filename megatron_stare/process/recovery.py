@@ -31,8 +31,8 @@ class RecoveryRule:
 
     @classmethod
     def of(cls, section: Any) -> RecoveryRule:
-        """Makes the rule from the section `faults.run`. The section is a pydantic model, or a dict
-        that was read from a config.yaml. Missing fields keep their defaults."""
+        """Makes a RecoveryRule from the section `faults.run`. The section is a pydantic model, or a
+        dict that was read from a config.yaml. Missing fields keep their defaults."""
         values = section if isinstance(section, dict) else vars(section)
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
@@ -43,10 +43,10 @@ class Attempts:
     When the number of counted restarts is equal to the setting `attempts`, the run is not restarted
     again. For each restart, this class stores the furthest step that the run had reached before the
     restart. When the run is `window_steps` steps beyond the stored step, the restart is no longer
-    counted. Only steps beyond the stored step count as progress, so steps that a restarted run
-    repeats are no progress. If, after every restart, a run dies before its next checkpoint, the run
-    only repeats the same steps. If a run only repeats the same steps, all its restarts stay
-    counted, and the run is restarted at most `attempts` times.
+    counted. A run makes progress only in steps beyond the stored step. Steps that a restarted run
+    repeats are therefore no progress. If, after every restart, a run dies before its next
+    checkpoint, the run only repeats the same steps. If a run only repeats the same steps, all its
+    restarts stay counted, and the run is restarted at most `attempts` times.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -61,8 +61,8 @@ class Attempts:
 
     def lost(self, step: int) -> float | None:
         """Records the loss of a process. The argument `step` is the number of the last finished
-        step before the loss. If the run may restart, counts the restart and returns the seconds to
-        wait before the restart. Otherwise returns None."""
+        step before the loss. If the run may restart, this method counts the restart and returns the
+        seconds to wait before the restart. Otherwise this method returns None."""
         rule = self.rule
         self.furthest = max(self.furthest, step)
         self._reached = [

@@ -33,10 +33,9 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns the path of a config file. First looks for the file `path` in the folder `beside`. If
-    the folder `beside` does not contain the file, looks for the shipped config `path`. If neither
-    the folder `beside` nor the shipped configs contain the file, returns the path that the file
-    would have in the folder `beside`. The path of a shipped config may omit the leading
+    """Returns the path of a config file. First looks for the file `path` in the folder `beside`,
+    then looks for the shipped config `path`. If neither exists, the returned path is the path that
+    the file would have in the folder `beside`. The path of a shipped config may omit the leading
     `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):

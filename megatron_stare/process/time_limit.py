@@ -41,9 +41,9 @@ def seconds_of(text: str) -> float:
 class TimeLimit:
     """Time limit counted from `begun`. The expected step time is the time of the longest recent
     step. The expected save time is the time of the longest save so far. The method
-    `passed_before_another` multiplies the expected step time and the expected save time by the
-    factor `_ROOM`, and adds CLOSING_S seconds. Until the first step ends, the expected step time is
-    zero. Until the first save ends, the expected save time is zero.
+    `passed_before_another` adds the expected step time and the expected save time, multiplies the
+    sum by the factor `_ROOM`, and then adds `CLOSING_S` seconds. Until the first step ends, the
+    expected step time is zero. Until the first save ends, the expected save time is zero.
 
     Args:
         limit_s: time limit in seconds; None: no limit.

@@ -103,9 +103,9 @@ class Trajectory:
 
     @property
     def judged(self) -> bool:
-        """Returns True if the trajectory has a reward that the method can use. If a verifier in a
-        local process times out, the reward is 0. If a verifier behind HTTP times out, there is no
-        reward."""
+        """Returns True if the trajectory has a reward that the method can use. If a verifier that
+        runs in a local process times out, the reward is 0. If a verifier that is called over HTTP
+        times out, there is no reward."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property

@@ -129,9 +129,10 @@ class EvaluationFolder:
         return found
 
     def _note(self, row: Mapping[str, Any]) -> tuple[str, bool, Key]:
-        """Stores the response of a row, and returns the response's task, decoding and key. If a
-        response with the same key is already stored, the group was sampled again, and the new
-        response replaces the stored response."""
+        """Stores the response of a row. Returns three values: the name of the response's task, True
+        if the response was decoded greedily, and the response's key. If a response with the same
+        key is already stored, the group was sampled again, and the new response replaces the stored
+        response."""
         try:
             response, task = Response.read(row), (str(row["task"]), bool(row["greedy"]))
         except KeyError as error:
@@ -147,7 +148,7 @@ class EvaluationFolder:
         return KeptResponses(self, name)
 
     def known(self, task: str, greedy: bool) -> dict[Key, Response]:
-        """Returns the stored responses of a task, by prompt and sample."""
+        """Returns the stored responses of a task, keyed by prompt and sample."""
         return self._responses.setdefault((task, greedy), {})
 
     def add(self, task: str, greedy: bool, response: Response) -> None:

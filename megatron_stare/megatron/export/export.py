@@ -60,8 +60,8 @@ def export_hf(
     layout: Layout,
     of: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns all tensors in host memory, keyed by Hugging Face name, on the first rank, and an
-    empty dict on other ranks. All ranks must call `export_hf`.
+    """Returns a dict of all tensors in host memory, keyed by Hugging Face name. On every rank
+    except the first, the dict is empty. All ranks must call `export_hf`.
 
     Use `export_hf` only for models that fit into one process. For larger models, use PolicyStream.
 

@@ -48,9 +48,9 @@ class GivenExperts(RouterReplay):
     pass during backward. The caller of RouterReplay must therefore state whether a forward pass or
     a recomputation comes next. In a pipeline, forward passes of some micro-batches alternate with
     backward passes of other micro-batches. GivenExperts therefore detects recomputations without
-    help from the caller. If backward will recompute a forward pass (activation recomputation), the
-    first run of the forward pass has gradients disabled, and the recomputation has gradients
-    enabled. Recomputations come in the same order as the forward passes that ran without gradients.
+    help from the caller. If a forward pass is recomputed during backward, the first run of the
+    forward pass has gradients disabled, and the recomputation has gradients enabled. Recomputations
+    come in the same order as the forward passes that ran without gradients.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,8 @@ class GivenExperts(RouterReplay):
         self._again.clear()
 
     def give(self, experts: Tensor | None) -> None:
-        """Sets the experts [t, K] of the next micro-batch, or None to let the router choose."""
+        """Sets the experts [t, K] of the next micro-batch. If `experts` is None, the router chooses
+        the experts."""
         self._given = experts
 
     def get_replay_topk(
@@ -80,9 +81,9 @@ class GivenExperts(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores [t, K] and the indices [t, K] of the given experts. The scores are
-        taken from `scores` [t, E]. Tokens without given experts get the experts with the highest
-        scores. Overrides Megatron's method."""
+        """Returns the scores [t, K] and the indices [t, K] of the given experts. The argument
+        `scores` [t, E] contains the scores of all experts. Tokens without given experts get the
+        experts with the highest scores. Overrides Megatron's method."""
         assert default_compute_topk is not None
         experts = self._next()
         highest, chosen = default_compute_topk(

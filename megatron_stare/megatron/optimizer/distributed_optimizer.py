@@ -20,9 +20,9 @@ optimizer holds the master weights, and passes the master weights to the inner o
 tensors to update. If the distributed optimizer is precision-aware, it passes the parameters
 themselves to the inner optimizer, which keeps the masters in its state as "master_param". A
 bfloat16 parameter is its float32 master, rounded to the upper 16 bits. For a bfloat16 parameter,
-Transformer Engine's FusedAdam therefore keeps only the lower 16 bits of the master. For other
-parameters, FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its masters on the
-host, and its state contains the masters as "master_param".
+Transformer Engine's FusedAdam therefore keeps only the lower 16 bits of the master. For parameters
+that are not bfloat16, FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its
+masters on the host, and its state contains the masters as "master_param".
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def write_master(updated: Tensor, state: Mapping[str, Any], values: Tensor | None) -> None:
-    """Stores the master `values`. Does nothing if the caller has already written the values into
-    the optimizer's own tensor, which `read_master` returned.
+    """Stores the master `values`. The function `read_master` can return the optimizer's own tensor.
+    If the caller has already written the values into the optimizer's own tensor, `write_master`
+    does nothing.
 
     Args:
         values: float32 [n], or None for a float32 parameter, which is its own master. If the
@@ -219,7 +220,7 @@ def _parts(
     whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
 ) -> Iterator[ShardedTensor]:
     """Yields ShardedTensors for the elements [start, stop) of a parameter. Each ShardedTensor
-    contains one box of one of the tensors in `held`, and the place of this box in the whole model's
+    contains one box of a tensor in `held`, and states the position of this box in the whole model's
     tensor.
 
     Args:

@@ -2,8 +2,8 @@
 show whether a checkpoint restored the whole state.
 
 The log-probs of a canary batch verify the weights, but not the optimizer. If the optimizer state is
-not restored, no error is raised, and the effect appears only in later steps. Added up over all
-ranks, the sums are the same in every layout, up to rounding in float64.
+not restored, no error is raised, and the effect appears only in later steps. The totals of the sums
+over all ranks are the same in every layout, up to rounding in float64.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class RankProof:
 
     `log_probs`: for each policy, a pair of tensors [n]. The first tensor contains the canonical
         indices of this rank's n response positions. The second tensor contains the float32
-        log-probs at these positions. Only ranks of the last pipeline stage have log-probs.
+        log-probs at the same response positions. Only ranks of the last pipeline stage have
+        log-probs.
     `sums`, `counts`: see `state_sums`.
     """
 

@@ -49,8 +49,8 @@ class Service(Sink):
         self._background: Background | None = None
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        """Removes from `delivered` all entries that the service did not receive. If the run was
-        begun in the service before, `look` is called before `open`."""
+        """Removes from `delivered` all entries that the service did not receive. `look` is called
+        before `open`, but only if an earlier session of the run has already used the service."""
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:

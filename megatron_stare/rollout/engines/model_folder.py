@@ -128,8 +128,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _check_encoding(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Raises DataError if the tokenizer has no vocabulary, or encodes text differently from the
-    folder's tokenizer.json. The library transformers loads a tokenizer that has no vocabulary or
-    that encodes text differently, and raises no error."""
+    folder's tokenizer.json. The library `transformers` raises no error when it loads a tokenizer
+    that has no vocabulary, or that encodes text differently from tokenizer.json."""
     ids = tokenizer.encode(_PROBE, add_special_tokens=False)
     if not ids and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError(

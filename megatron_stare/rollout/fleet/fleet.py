@@ -120,7 +120,7 @@ class Fleet:
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
         """Handles an error that a call to a replica raises. Marks the replica as lost if the
-        error's class is in LOST, and otherwise appends the error to `errors`."""
+        error's class is in the tuple `LOST`, and otherwise appends the error to `errors`."""
         try:
             yield
         except LOST as error:
@@ -210,8 +210,8 @@ class Fleet:
 
     def _bring_back(self, replica: int, future: Future[ModelInfo]) -> None:
         """Ends the worker of a lost replica, then brings up a new replica in the same place. If the
-        replica uses an external server (`sglang.urls`), retries until the external server is up.
-        `close` ends these retries."""
+        replica uses an external server (`sglang.urls`), this method retries the start of the
+        replica until the external server is up. `close` ends these retries."""
         pause_s = max(self._back_off_s, PATIENCE_S)
         try:
             self.workers.replace(replica)

@@ -1,5 +1,5 @@
-"""Reads and writes Hugging Face folders. Reads a folder tensor by tensor, so that no process holds
-a whole model twice.
+"""Reads and writes Hugging Face folders. Tensors are read one at a time, so that no process holds a
+whole model twice.
 
 A folder is written in two steps. One process creates all files at their final size, with headers
 and index. Each process then writes its own tensors into the files.

@@ -92,12 +92,13 @@ def _leave(code: int) -> NoReturn:
 
 def _guard(scratch: str) -> None:
     """Forks a guard process outside this process group. The parent process is the process that
-    started the server. The guard kills this process group when this process ends, or when the
-    parent process ends or closes the server's standard input. Without the guard, some of SGLang's
-    processes would survive if this process were killed together with the parent process. Ray, for
-    example, kills an actor together with the processes that the actor started. After killing the
-    process group, the guard waits until the parent process ends or closes the server's standard
-    input. The guard then removes the folder `scratch`, which contains the server's log."""
+    started the server. The guard kills this process group as soon as one of three events occurs:
+    this process ends, the parent process ends, or the parent process closes the server's standard
+    input. Without the guard, some of SGLang's processes would survive if this process were killed
+    together with the parent process. Ray, for example, kills an actor together with the processes
+    that the actor started. After killing the process group, the guard waits until the parent
+    process ends or closes the server's standard input. The guard then removes the folder `scratch`,
+    which contains the server's log."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()
@@ -117,9 +118,9 @@ def _guard(scratch: str) -> None:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Removes the shared memory that a server's killed ranks leave behind. The ranks' process group
-    must still exist, because the process group identifies the ranks' files. SGLang's file names are
-    sgl_shm_<kind>_<process>_<random>."""
+    """Removes the shared memory that a server's killed ranks leave behind. Call this function while
+    the ranks' process group still exists, because the process group identifies the ranks' files.
+    SGLang's file names are sgl_shm_<kind>_<process>_<random>."""
     for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(file.name.split("_")[-2])) == group:

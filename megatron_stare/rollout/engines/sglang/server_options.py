@@ -77,13 +77,15 @@ class ServerOptions:
 
     @property
     def following(self) -> int:
-        """Number of ports that the server's ranks need directly after the rendezvous port."""
+        """Number of ports that the server's ranks use in addition to the rendezvous port. The
+        numbers of these ports follow directly after the number of the rendezvous port."""
         return DERIVED if self.data > 1 else 0
 
     @property
     def meeting_ports(self) -> Sequence[int]:
         """Ports that can serve as the rendezvous port of the server's ranks. The ranks also use the
-        `following` ports directly after the rendezvous port."""
+        next ports after the rendezvous port. The property `following` is the number of these
+        further ports."""
         own = self.ports[len(self.http_ports) :]
         held = frozenset(own)
         return [port for port in own if port + self.following in held]
