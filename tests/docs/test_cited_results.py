@@ -90,8 +90,8 @@ def test_the_harm_of_suggestions_is_said_with_their_gain() -> None:
     constant = sum(row["suggested"][1:] == [3.0, 0.1] for row in rows)
     assert f"In {constant} of the {len(rows)} settings it is W = 3, M = 0.1" in evidence()
     caution = (
-        f"In {below} of {len(rows)} simulated settings, the suggested values gave a lower reward than"
-        f" the defaults, by up to {worst}"
+        f"In {below} of {len(rows)} simulated settings, the suggested values gave a lower reward"
+        f" than the defaults, by up to {worst}"
     )
     assert caution in words("tuning.md")
     first = result("laboratory_suggest")

@@ -57,15 +57,16 @@ class PartialGroups(Groups):
     the groups whose prompts come first in the prompt stream.
 
     Between steps, this object keeps every prompt that was taken from the stream but neither trained
-    on nor dropped. Each prompt of the stream is therefore used at most once. Only groups with earlier prompts can
-    delay a complete group. Each unfinished response grows in every step. The age of a token, in
-    weight versions, is therefore at most
-    `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) // groups`.
+    on nor dropped. Each prompt of the stream is therefore used at most once. Only groups with
+    earlier prompts can delay a complete group. Each unfinished response grows in every step. The
+    age of a token, in weight versions, is therefore at most `ceil(max_new_tokens / tokens) - 1 +
+    (under_way - 1) // groups`.
 
     Without dynamic sampling, no prompt is dropped. With dynamic sampling (see InformativeGroups), a
-    complete group whose rewards are all equal is dropped. If a step still needs complete groups after a round, new groups replace the dropped
-    groups. If a step still has too few groups after its last allowed refill, dropped groups fill up
-    the step, in the order in which they were dropped.
+    complete group whose rewards are all equal is dropped. If a step still needs complete groups
+    after a round, new groups replace the dropped groups. If a step still has too few groups after
+    its last allowed refill, dropped groups fill up the step, in the order in which they were
+    dropped.
 
     Args:
         groups: number of prompt groups per step.
