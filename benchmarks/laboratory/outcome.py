@@ -184,7 +184,7 @@ def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
     }
     best = max(held, key=lambda arm: fmean(values(told, task, arm, "pass@1")))
     listed = "; ".join(f"{NAMES[arm]}: {nats:.3f}" for arm, nats in held.items())
-    said = f"Entropy in the last 5 steps before the change, nats: {listed}."
+    said = f"Mean entropy of the last 5 steps before the change, in nats: {listed}."
     if held[best] < max(held.values()):
         said += (
             f" The arm with the best pass@1 at the end ({NAMES[best]}) did not have the highest"

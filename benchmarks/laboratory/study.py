@@ -106,8 +106,8 @@ OPENING = """\
 
 <!-- made by benchmarks/laboratory/study.py -->
 
-Entropy control raises accuracy in some toy worlds and not in others. This page shows in which. The
-worlds are so small that all responses can be enumerated.
+Entropy control raises accuracy in some toy worlds, and not in others. This page shows which worlds
+these are. The worlds are so small that all responses can be enumerated.
 
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
@@ -117,10 +117,10 @@ stores separate logits for every state of the tree, and samples a token from the
 logits. A prompt's logits move by the average of this prompt's gradient and the mean gradient of all
 prompts. A sample for one prompt therefore also changes the policy on other prompts, as in a
 network. Entropy, expected reward and pass@k are exact. The laboratory implements this project's
-methods a second time; `tests/test_laboratory.py` compares both implementations. *By critical
-surprisal* is an experiment, not a method of this project. *By critical surprisal* selects all
-tokens whose surprisal exceeds the critical surprisal of their state; the number of selected tokens
-is not fixed. STARE's methods named *strong* have W = 2 or 3, M = 0.2 and a share P of 0.3.
+methods a second time; `tests/test_laboratory.py` compares both implementations. One more method,
+named *by critical surprisal*, is an experiment and not part of this project. This method selects
+all tokens whose surprisal exceeds the critical surprisal of their state; the number of selected
+tokens is not fixed. STARE's methods named *strong* have W = 2 or 3, M = 0.2 and a share P of 0.3.
 
 Each cell has {seeds} seeds, and each seed generates a different world. All methods of a cell have
 the same worlds and the same random numbers. A difference counts as proven if it is more than

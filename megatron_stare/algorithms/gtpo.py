@@ -65,8 +65,8 @@ class Gtpo(Clipped):
     `correct_from`: the lowest reward with which a response counts as correct.
     `eps`: a number that is added to every entropy and to the standard deviation, so that no divisor
         is 0 (remark 2.1). The paper adds eps to the sum of the entropies, not to every entropy. If
-        eps were added to the sum, the only token in a sum would get a share below 1 instead of
-        exactly 1.
+        eps were added to the sum, a token that is alone in its sum would get a share below 1
+        instead of exactly 1.
     """
 
     clip_high: float = 0.28

@@ -27,7 +27,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = ()) -> list[Finding]:
     """Checks the environment variables that a rank or server on this machine would get.
 
-    If the run sets a variable, the value from the run replaces the variable's value in the shell.
+    If the run sets a variable, the check uses the run's value and not the shell's value.
 
     Args:
         addresses: addresses of all nodes of a cluster.

@@ -243,9 +243,9 @@ class _Sides(Window):
     inside the band (0). Records NaN for a step without an entropy target.
 
     Entropy can jump over the whole band from one step to the next. If no earlier step was inside
-    the band, a jump over the whole band counts as reaching the target. If a jump counts as reaching
-    the target, `_Sides` records 0 for the first step after the jump, although the entropy of this
-    step is outside the band.
+    the band, a jump over the whole band counts as reaching the target. `_Sides` then records the
+    side 0 (inside the band) for the first step after the jump, although the entropy of this step is
+    outside the band.
     """
 
     reached = False
