@@ -12,12 +12,13 @@ import torch
 import yaml
 from support.runs import ROOT, command, metrics, train
 
+import megatron_stare
 from megatron_stare.cli import main
 from megatron_stare.config.formats import FORMAT, RENAMED
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.driver.opening import finished_run
-from megatron_stare.driver.resuming import find_run, refuse_changes, resume_point
-from megatron_stare.errors import DataError, UserError
+from megatron_stare.driver.resuming import find_run, refuse_changes, refuse_other_run, resume_point
+from megatron_stare.errors import ConfigError, DataError, UserError
 from megatron_stare.planning.preflight import check
 from megatron_stare.weights.files.hf_folder import exported_step, write_folder
 
@@ -242,6 +243,65 @@ def test_starts_that_were_killed_are_no_runs(
     )
     with pytest.raises(UserError, match="there is no run to resume"):
         find_run(named)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("given", [["--resume"], ["--from-step=100"], ["--resume", "--dry-run"]])
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_copy_of_a_run_does_not_resume_the_original(
+    given: list[str],
+    moved: bool,
+    named: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A record of a run without run.dir selects the newest run of its name."""
+    monkeypatch.chdir(tmp_path)
+    original, copy = Path("runs/quickstart-1"), Path("runs/copy")
+    make_run(original, steps=120, checkpoint=True)
+    if named:
+        settings = recorded(original)
+        settings["run"]["dir"] = str(original)
+        (original / "config.yaml").write_text(yaml.safe_dump(settings))
+    before = contents(original)
+    if moved:
+        original.rename(copy)
+    else:
+        shutil.copytree(original, copy)
+    assert main(["train", f"{copy}/config.yaml", *given]) == 2
+    said = capsys.readouterr().err
+    assert "run.dir: runs/copy/config.yaml is the configuration of the run in runs/copy" in said
+    assert said.endswith("such as run.dir=runs/copy\n")
+    with pytest.raises(ConfigError, match="the run in runs/copy"):
+        megatron_stare.run(copy / "config.yaml", resume=True)
+    if not moved:
+        assert contents(original) == before
+    # its checkpoint is an empty folder
+    assert main(["train", f"{copy}/config.yaml", "run.dir=runs/copy", *given]) == 2
+    assert "error: runs/copy/checkpoints/step_000100" in capsys.readouterr().err
+
+
+def test_a_run_resumes_from_its_own_record_and_from_files_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("runs/quickstart-1"), steps=1)
+    config = load_config(QUICKSTART)
+    refuse_other_run(run / "config.yaml", config)
+    Path("link").symlink_to(run)
+    refuse_other_run(Path("link/config.yaml"), config)
+    shutil.copy(run / "config.yaml", "config.yaml")  # no run
+    refuse_other_run(Path("config.yaml"), config)
+    Path("starts.jsonl").touch()
+    with pytest.raises(ConfigError, match="selects runs/quickstart-1 to resume"):
+        refuse_other_run(Path("config.yaml"), config)
+    shutil.copy("config.yaml", "mine.yaml")
+    refuse_other_run(Path("mine.yaml"), config)
 
 
 def test_checkpoints_that_are_gone(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptSource, first_prompt
 from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
 from megatron_stare.rollout.engines.model_folder import stop_token_ids
-from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
+from megatron_stare.run_dir.run_files import METRICS_FILE, STARTS_FILE, read_metrics
 from megatron_stare.run_dir.run_state import (
     CONFIG,
     RunState,
@@ -92,19 +92,48 @@ def find_run(config: Config) -> Path:
     Raises:
         UserError: there is no run to resume.
     """
-    if config.run.dir:
-        path = Path(config.run.dir)
-    else:
-        named = Path("runs").glob(f"{glob.escape(config.run.name)}-*/{CONFIG}")
-        # a run's name may be the beginning of another's
-        runs = sorted(file.parent for file in named if _name_in(file) == config.run.name)
-        begun = [run for run in runs if _has_begun(run)]  # skips starts that were killed
-        path = (begun or runs or [Path("runs") / config.run.name])[-1]
+    path = _selected(config)
     if not (path / CONFIG).exists():
         raise UserError(
             "there is no run to resume", where=str(path), fix="give its directory as run.dir=..."
         )
     return path
+
+
+def _selected(config: Config) -> Path:
+    """Returns the directory that `find_run` selects. The directory may not exist."""
+    if config.run.dir:
+        return Path(config.run.dir)
+    named = Path("runs").glob(f"{glob.escape(config.run.name)}-*/{CONFIG}")
+    # a run's name may be the beginning of another's
+    runs = sorted(file.parent for file in named if _name_in(file) == config.run.name)
+    begun = [run for run in runs if _has_begun(run)]  # skips starts that were killed
+    return (begun or runs or [Path("runs") / config.run.name])[-1]
+
+
+def refuse_other_run(file: Path, config: Config) -> None:
+    """Raises ConfigError if a configuration file is the record of one run, but a resume with this
+    configuration would continue another run.
+
+    For example, the configuration in a copied or renamed run directory still names the original
+    directory. A resume of the original may delete records, so the user must choose.
+
+    Args:
+        file: the configuration file that the user gave.
+        config: the configuration in `file`. The user gave no other `run.dir`.
+    """
+    folder = file.parent
+    begun = _has_begun(folder) or (folder / STARTS_FILE).exists()
+    if file.name != CONFIG or not begun:  # not the record of a run
+        return
+    selected = _selected(config)
+    if selected.exists() and selected.samefile(folder):
+        return
+    raise ConfigError(
+        f"{file} is the configuration of the run in {folder}, but selects {selected} to resume",
+        where="run.dir",
+        fix=f"give the directory of the run to resume, such as run.dir={folder}",
+    )
 
 
 def _name_in(file: Path) -> str | None:

@@ -173,7 +173,7 @@ def _typed(
 
 def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     limit = TimeLimit(None if args.stop_after is None else seconds_of(args.stop_after), begun)
-    config = read_config(args.config, args.overrides, BENEATH[args.command])
+    config = read_config(args.config, args.overrides, BENEATH[args.command], args.resume)
     if args.command == SFT and not config.supervised:
         raise ConfigError(
             f"{config.algorithm.name} does not learn from conversations",
@@ -198,15 +198,20 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
 
 def read_config(
     source: str | Path | Mapping[str, Any],
-    overrides: Iterable[str | Override],
+    overrides: Sequence[str | Override],
     beneath: Sequence[Layer] = (),
+    resume: bool = False,
 ) -> Config:
     """Reads the configuration of a run that is about to start. Prints a message before it reads the
     settings of the training method, because reading these settings imports torch and therefore
     takes some time.
 
+    Args:
+        resume: the run is to resume instead of starting anew.
+
     Raises:
-        UserError: as load_config.
+        UserError: as load_config; or `source` is the record of one run, and another run would
+            resume.
         KeyboardInterrupt: a signal came.
     """
     config = load_config(
@@ -219,7 +224,16 @@ def read_config(
     # tokenizers' threads do not survive the forks of worker processes
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
+    if resume and isinstance(source, (str, Path)) and not _sets_run_dir(overrides):
+        from megatron_stare.driver.resuming import refuse_other_run  # imports torch
+
+        refuse_other_run(Path(source), config)
     return config
+
+
+def _sets_run_dir(overrides: Iterable[str | Override]) -> bool:
+    given = (each if isinstance(each, Override) else Override(each) for each in overrides)
+    return any(each.sets(("run", "dir")) for each in given)
 
 
 def train_and_tell(

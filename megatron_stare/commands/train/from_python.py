@@ -56,8 +56,9 @@ def run(
 
     def body(interruption: Interruption) -> int:
         try:
-            read = read_config(source, given)
-            found.append(train_and_tell(read, resume or from_step is not None, from_step))
+            resumes = resume or from_step is not None
+            read = read_config(source, given, resume=resumes)
+            found.append(train_and_tell(read, resumes, from_step))
         except KeyboardInterrupt:
             say(_how_far(interruption), always=True)
             raise
