@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -113,6 +115,73 @@ def test_what_the_service_was_never_given_is_handed_over_on_a_resume(tmp_path: P
     run.close()
     assert steps_of(added) == [1, 2, 3]
     assert (2, {"eval/sums/pass1": 0.2}) in added.given
+
+
+@pytest.mark.parametrize(
+    "how", ["copied", "hard links", "moved", "copied, original removed", "linked"]
+)
+def test_a_copied_run_is_another_run_of_the_service_and_a_moved_one_is_the_same(
+    how: str, tmp_path: Path
+) -> None:
+    """The original of a copy goes on under its own name."""
+    first, again, original, folder = Recording(), Recording(), tmp_path / "a", tmp_path / "b"
+    original.mkdir()
+    run = monitor(original, s=first)
+    run.start()
+    log(run, 1, 2, 3)
+    run.evaluation(evaluated(2))
+    run.close()
+    if how == "moved":
+        original.rename(folder)
+    elif how == "linked":
+        folder.symlink_to(original)
+    else:
+        shutil.copytree(
+            original, folder, copy_function=os.link if how == "hard links" else shutil.copy2
+        )
+    if how == "copied, original removed":
+        shutil.rmtree(original)
+
+    run = monitor(folder, s=again)
+    run.resume(2)
+    log(run, 3, 4)
+    run.close()
+    if how in ("copied", "hard links"):
+        assert again.opened[0] != first.opened[0] and again.opened[1:] == (1, [])
+        assert steps_of(again) == [1, 2, 3, 4]
+        assert (2, {"eval/sums/pass1": 0.2}) in again.given
+        other = Recording()
+        run = monitor(original, s=other)
+        run.resume(3)
+        run.close()
+        assert other.opened == (first.opened[0], 2, [])
+        run = monitor(folder, s=other)
+        run.resume(4)  # it was a copy only once
+        run.close()
+        assert other.opened == (again.opened[0], 2, [])
+    else:
+        assert again.opened == (first.opened[0], 2, [[3, 3]])
+        assert steps_of(again) == [4]
+
+
+def test_a_run_in_the_place_of_one_that_was_moved_is_no_original(tmp_path: Path) -> None:
+    file, moved = tmp_path / "a/s_delivered.json", tmp_path / "b/s_delivered.json"
+    file.parent.mkdir()
+    told = Delivered(file, step=3)
+    told.write()
+    file.parent.rename(moved.parent)
+    file.parent.mkdir()
+    for taken in ("a damaged file", json.dumps({"id": "0123abcd"}), "[]"):
+        file.write_text(taken)
+        assert (Delivered.read(moved).id, Delivered.read(moved).step) == (told.id, 3)
+
+
+def test_a_file_of_deliveries_without_its_directory_is_read_as_that_of_this_run(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "s_delivered.json"
+    file.write_text('{"id": "0123abcd", "starts": 1, "step": 9, "evaluated": [], "redone": []}')
+    assert (Delivered.read(file).id, Delivered.read(file).step) == ("0123abcd", 9)
 
 
 def test_a_step_made_again_in_the_same_process_is_not_given_again(tmp_path: Path) -> None:

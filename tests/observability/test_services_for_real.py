@@ -5,6 +5,7 @@ the environment of the tests."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline, make_sinks
 from megatron_stare.observability.sinks import service as service_module
+from megatron_stare.observability.sinks.delivery import Delivered
 from megatron_stare.observability.sinks.weights_and_biases import WeightsAndBiases, offline_rows
 from megatron_stare.process.network import free_port
 from megatron_stare.registry import Extension
@@ -163,6 +165,34 @@ def test_a_run_is_opened_again_in_the_process_whose_service_was_given_up(
     assert "warning" not in capsys.readouterr().err
     told = [row["step"] for row in offline_rows(tmp_path) or [] if "reward/mean" in row]
     assert told == [1, 2, 3, 4]
+
+
+def test_a_copied_offline_run_has_rows_of_its_own(tmp_path: Path) -> None:
+    """The rows of the original do not count as the copy's, whose own were lost."""
+    wandb = pytest.importorskip("wandb")
+    original, copy = RunOutline(tmp_path / "a", settings()), RunOutline(tmp_path / "b", settings())
+    original.dir.mkdir()
+    monitor = Monitor(make_sinks(["jsonl", WANDB]), original)
+    monitor.start()
+    log(monitor, 1, 2, 3)
+    monitor.close()
+    wandb.teardown()  # waits until its files are whole
+    shutil.copytree(original.dir, copy.dir)
+    monitor = Monitor(make_sinks(["jsonl", WANDB]), copy)
+    monitor.resume(2)
+    monitor.resume_record(2)
+    log(monitor, 3)
+    monitor.close()
+    wandb.teardown()
+    file = "wandb_delivered.json"
+    theirs, ours = Delivered.read(original.dir / file), Delivered.read(copy.dir / file)
+    for told in (theirs, ours):
+        rows = offline_rows(copy.dir, told.id) or []
+        assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
+    (own,) = copy.dir.glob(f"wandb/offline-run-*/run-{ours.id}-*.wandb")
+    own.write_bytes(own.read_bytes()[:7])
+    WeightsAndBiases().look(copy, ours)
+    assert ours.step == 0
 
 
 def test_a_tracking_server_that_is_not_there_is_named_before_the_run(

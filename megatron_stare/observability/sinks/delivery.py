@@ -102,6 +102,7 @@ class Delivered:
     `alerts`: one entry [name of the alert, over, last step of the alert] for each of the webhook's
         newest 1,000 posts, oldest post first. `over` is False if the post said that the alert
         began, and True if the post said that the alert ended.
+    `dir`: absolute path of the run directory that wrote the file; "" in files of old releases.
     """
 
     file: Path
@@ -111,17 +112,18 @@ class Delivered:
     evaluated: list[list[int | str]] = field(default_factory=list)
     redone: list[list[int]] = field(default_factory=list)
     alerts: list[list[str | bool | int]] = field(default_factory=list)
+    dir: str = ""
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file. If the file does not exist, returns a record that contains no deliveries
-        yet.
+        """Reads the file. Returns a record that contains no deliveries yet if the file does not
+        exist, or if the file was copied from another run, whose deliveries it lists.
 
         Raises:
             DataError: the file is damaged.
         """
         try:
-            return cls(file, **json.loads(file.read_text()))
+            told = cls(file, **json.loads(file.read_text()))
         except FileNotFoundError:
             return cls(file)
         except (OSError, ValueError, TypeError) as error:
@@ -130,9 +132,24 @@ class Delivered:
                 where=str(file),
                 fix="remove it: the service then gets the whole run again, under another name",
             ) from error
+        return cls(file) if told._is_copy() else told
+
+    def _is_copy(self) -> bool:
+        """Tells whether the file is a copy. If the original file is gone, the run directory was
+        moved instead. One run directory may have several paths, for example on several nodes."""
+        try:
+            original = Path(self.dir) / self.file.name
+            return (
+                bool(self.dir)
+                and not os.path.samefile(self.dir, self.file.parent)
+                and json.loads(original.read_text())["id"] == self.id
+            )
+        except (OSError, ValueError, TypeError, LookupError):
+            return False
 
     def write(self) -> None:
         """Writes the file. Raises OSError."""
+        self.dir = str(self.file.parent.absolute())
         told = {
             each.name: getattr(self, each.name)
             for each in dataclasses.fields(self)

@@ -56,7 +56,7 @@ class WeightsAndBiases(Service):
         self._project, self._entity, self._mode = project, entity, mode
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
-        rows = offline_rows(run.dir)
+        rows = offline_rows(run.dir, delivered.id)
         if rows is None:  # it was online
             return
         delivered.step = min(
@@ -117,13 +117,18 @@ class WeightsAndBiases(Service):
             wandb.teardown()  # else the next start in this process asks the killed one, and fails
 
 
-def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
+def offline_rows(run_dir: Path, id: str = "*") -> list[dict[str, Any]] | None:
     """Reads all rows that an offline run has logged, oldest first, including the rows from before
-    the run resumed. Returns None if the run has no offline files of W&B."""
+    the run resumed. Returns None if the run has no offline files of W&B.
+
+    Args:
+        id: the run's `Delivered.id`. In a copied run directory, files of the original run have
+            another id. "*" reads all files.
+    """
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []
-    if not (files := sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))):
+    if not (files := sorted(run_dir.glob(f"wandb/offline-run-*/run-{id}-*.wandb"))):
         return None
     for file in files:
         for packed in _records(file.read_bytes()):
