@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_stare.errors import WeightVersionError
 from megatron_stare.evaluation.estimates import wilson_interval
 from megatron_stare.evaluation.evaluate import evaluate
 from megatron_stare.evaluation.response import Response
+from megatron_stare.observability.metrics.paired import compared
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import sampled_trajectory
 from megatron_stare.rollout.sources.rollout_source import Rollouts
@@ -164,6 +166,57 @@ def test_prompts_of_the_same_problem_share_its_number() -> None:
     assert record["problems"] == 5
     whole, by_itself = record["results"]["pass@1"], wilson_interval([1.0] * 5)
     assert whole["low"] < by_itself[1]  # three problems, not five
+
+
+def test_a_record_tells_evaluations_apart_that_number_their_problems_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def responses(self: Evaluator, *given: Any, **how: Any) -> list[Response]:
+        made = [sampled_trajectory(prompt, 0, [1], [0.0]) for prompt in given[-2]]
+        for each in made:
+            each.reward, each.reward_status = 1.0, "ok"
+        return [Response.of(each) for each in made]
+
+    monkeypatch.setattr(Evaluator, "responses", responses)
+
+    def record(*settings: str, prompts: list[Prompt] = PROBLEMS) -> dict[str, Any]:
+        config = load_config(ROOT / "configs/quickstart.yaml", ["eval.prompts=10", *settings])
+        evaluation = Evaluation(Task(config), prompts, None)  # type: ignore[arg-type]
+        return Evaluator(None, {}, config.reward, (1,)).evaluate(evaluation, 0, 0).record
+
+    first = record()
+    texts = [replace(prompt, text=f"0+{prompt.text}") for prompt in PROBLEMS]
+    answers = [replace(prompt, answer="0") for prompt in PROBLEMS]
+    # another tokenizer
+    tokens = [replace(prompt, token_ids=(prompt.cursor,)) for prompt in PROBLEMS]
+    found = {
+        "other texts": record(prompts=texts),
+        "other answers": record(prompts=answers),
+        "other tokens": record(prompts=tokens),
+        "template": record("data.template='Q: {prompt}'"),
+        "chat": record("data.chat_template=true"),
+        "chat values": record("data.chat_template_kwargs={thinking: false}"),
+        "verifier": record("reward.verifier=math"),
+        "environment": record("rollout.environment={name: tools, memory_mb: 9}"),
+        "temperature": record("rollout.temperature=0.6"),
+        "seed": record("eval.seed=5", "run.seed=6"),
+    }
+    assert all(each["problem"] == first["problem"] for each in found.values())
+    same = (0.0, 0.0, 0.0)
+    assert {name: compared(first, each, "correct") for name, each in found.items()} == {
+        "other texts": "different problems",
+        "other answers": "different problems",
+        "other tokens": same,
+        "template": "different template",
+        "chat": "different template",
+        "chat values": "different template",
+        "verifier": "different verifier",
+        "environment": "different environment",
+        "temperature": "decoded differently",
+        "seed": same,
+    }
+    place = "rollout.environment={name: tools, memory_mb: 9, sandbox_workers: 3}"
+    assert compared(found["environment"], record(place), "correct") == same
 
 
 def test_the_bar_of_an_evaluation_counts_all_of_its_answers() -> None:

@@ -21,11 +21,12 @@ from megatron_stare.config.schema import Config
 from megatron_stare.driver.checkpoint_proof import FILE as SELF_TEST
 from megatron_stare.driver.checkpoint_proof import SelfTest
 from megatron_stare.errors import DataError
+from megatron_stare.observability.metrics.paired import difference
 from megatron_stare.process.interruption import uninterrupted
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.sources.calls import CALLS, forget_calls
 from megatron_stare.rollout.sources.kept import from_bytes
-from megatron_stare.run_dir.json_lines import read_jsonl
+from megatron_stare.run_dir.json_lines import Record, read_jsonl
 from megatron_stare.run_dir.run_files import (
     EVAL_FILE,
     METRICS_FILE,
@@ -170,7 +171,9 @@ class Checkpoints:
                 " kept for it"
             )
         steps = [step_of(checkpoint) for checkpoint in self._dir.checkpoints()]
-        self._dir.forget(Retention.of(self._config).leaves(steps, found))
+        rule = Retention.of(self._config)
+        # the best of each kind of evaluation stay: a kind says nothing about another's checkpoints
+        self._dir.forget(set.intersection(*(rule.leaves(steps, each) for each in found or [{}])))
         journal, left = self._dir.path / CALLS, self._dir.checkpoints()
         if journal.is_dir() and left:
             with contextlib.suppress(DataError):  # a damaged checkpoint: keep the journal
@@ -231,27 +234,39 @@ class Retention:
         return set(steps) - kept
 
 
-def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
-    """Reads a metric from the files of a run and returns the metric's values by step. Metrics named
-    `eval/...` come from the run's evaluation results. Metrics with other names come from the
-    metrics that the run logged for each step."""
+def scores(run_dir: Path, metric: str | None) -> list[dict[int, float]]:
+    """Reads a metric from the files of a run. Metrics named `eval/...` come from the run's
+    evaluation results. Metrics with other names come from the metrics that the run logged for each
+    step.
+
+    Returns:
+        Values by step that can be compared with each other, in one dict. If a resume changed an
+            evaluation, later values are in a dict of their own. The list is empty if the metric has
+            no values.
+    """
     if metric is None:
-        return {}
+        return []
     if not metric.startswith("eval/"):
-        return {
+        logged = {
             row["step"]: row[metric]
             for row in read_metrics(run_dir / METRICS_FILE)
             if metric in row
         }
-    found = {}
+        return [logged] if logged else []
+    results = "greedy_correct" if metric.endswith("/greedy") else "correct"
+    kinds: list[list[tuple[Record, float]]] = []
     for record in read_jsonl(run_dir / EVAL_FILE):
         task = f"{record['task']}/" if "task" in record else ""
         figures = {
             f"eval/{task}{name}": value for name, value in evaluation_figures(record).items()
         }
-        if metric in figures:
-            found[int(record["step"])] = figures[metric]
-    return found
+        if metric not in figures:
+            continue
+        kind = next((each for each in kinds if not difference(each[-1][0], record, results)), None)
+        if kind is None:
+            kinds.append(kind := [])
+        kind.append((record, figures[metric]))
+    return [{int(record["step"]): value for record, value in kind} for kind in kinds]
 
 
 def export_policy(

@@ -92,7 +92,7 @@ class Evaluator:
                 samples=task.samples,
                 ks=task.ks,
                 seed=task.config.eval.seed,
-                about=task.about(),
+                about=evaluation.about(),
             )
 
     def responses(

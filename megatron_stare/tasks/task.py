@@ -9,6 +9,8 @@ for environments.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +42,8 @@ OWN = {
     "samples": "eval.samples",
     "k": "eval.k",
 }
+# settings of the environment that say where programs run; they do not affect the responses
+_PLACES = ("sandbox_url", "sandbox_workers")
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,9 @@ class Task:
         )
 
     def about(self) -> dict[str, Any]:
-        """Returns the entries that describe this task in the record of an evaluation.
-
-        If the task is the run's own and has one response per problem, the returned dict is empty,
-        because config.yaml already contains the task's settings.
-        """
-        if self.name is None and self.samples == 1:
-            return {}
+        """Returns the entries that describe this task in the record of an evaluation: its name, if
+        it has one, and its decoding. A resume may change both, so config.yaml does not tell which
+        values an earlier evaluation had."""
         return ({} if self.name is None else {"task": self.name}) | {"decoding": self.decoding()}
 
     def decoding(self) -> dict[str, Any]:
@@ -165,6 +165,32 @@ class Evaluation:
     task: Task
     prompts: list[Prompt]
     environment: Environment
+
+    def about(self) -> dict[str, Any]:
+        """Returns the entries that describe this evaluation in its record. The entry `asked`
+        identifies the problems with their answers, the template, the verifier and the environment.
+        Results can be compared problem by problem only if none of the four differs.
+
+        The token ids of the prompts are left out, so that models with different tokenizers can be
+        compared.
+        """
+        data, environment = self.task.config.data, self.task.config.rollout.environment
+        settings = {key: value for key, value in environment.settings.items() if key not in _PLACES}
+        template = (data.template, data.chat_template, sorted(data.chat_template_kwargs.items()))
+        return self.task.about() | {
+            "asked": {
+                "problems": digest([(prompt.text, prompt.answer) for prompt in self.prompts]),
+                "template": digest(template),
+                "verifier": str(self.task.verifier),
+                "environment": str(Extension(environment.name, settings)),
+            }
+        }
+
+
+def digest(thing: Any) -> str:
+    """Returns 16 hexadecimal digits that identify a value that JSON can hold."""
+    # YAML may also give dates, as values for a chat template
+    return hashlib.sha256(json.dumps(thing, default=str).encode()).hexdigest()[:16]
 
 
 def training_task(config: Config) -> Task:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_stare.evaluation.estimates import student_quantile
-from megatron_stare.observability.metrics.paired import paired_interval, summary
+from megatron_stare.observability.metrics.paired import compared, paired_interval, summary
 
 
 def test_interval_worked_by_hand():
@@ -48,6 +48,49 @@ def test_interval_of_one_pair_and_of_none():
         paired_interval([0, 1], [1])
     with pytest.raises(ValueError, match="level"):
         paired_interval([0, 1], [1, 1], level=95)
+
+
+DECODING = {"samples": 1, "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8}
+ASKED = {"problems": "a", "template": "b", "verifier": "math", "environment": "single_turn"}
+
+
+def evaluation(**more):
+    """Of two problems, numbered from 0 whatever they are."""
+    return {
+        "problem": [0, 1],
+        "correct": [0, 1],
+        "greedy_correct": [1, 1],
+        "decoding": DECODING,
+        "asked": ASKED,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_evaluations_that_ask_otherwise_are_not_paired(name):
+    other = evaluation(asked={**ASKED, name: "other"})
+    assert compared(evaluation(), other, "correct") == f"different {name}"
+    assert compared(evaluation(), other, "greedy_correct") == f"different {name}"
+    assert compared(evaluation(), evaluation(), "correct") == (0, 0, 0)
+
+
+def test_what_an_earlier_release_did_not_record_counts_as_equal():
+    earlier = evaluation()
+    del earlier["asked"], earlier["decoding"]  # of the run's own task, one response a problem
+    assert compared(earlier, earlier, "correct") == (0, 0, 0)
+    assert compared(earlier, evaluation(), "correct") == (0, 0, 0)
+    assert compared(evaluation(), earlier, "correct") == (0, 0, 0)
+    several = evaluation(decoding={**DECODING, "samples": 4})
+    assert compared(earlier, several, "correct") == "decoded differently"
+    assert compared(several, earlier, "correct") == "decoded differently"
+
+
+def test_greedy_results_depend_on_no_setting_of_sampling():
+    cooler = evaluation(decoding={**DECODING, "samples": 4, "temperature": 0.6, "top_p": 0.9})
+    assert compared(evaluation(), cooler, "correct") == "decoded differently"
+    assert compared(evaluation(), cooler, "greedy_correct") == (0, 0, 0)
+    shorter = evaluation(decoding={**DECODING, "max_new_tokens": 4})
+    assert compared(evaluation(), shorter, "greedy_correct") == "decoded differently"
 
 
 def test_summary_worked_by_hand():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.runs import ROOT, command, metrics, model
 from megatron_stare.cli import main
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import CheckpointConfig
-from megatron_stare.driver.checkpoints import Retention, scores
+from megatron_stare.driver.checkpoints import Checkpoints, Retention, scores
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.preflight import check_best
 
@@ -63,13 +64,45 @@ def test_scores_are_of_the_step_or_of_its_evaluation(tmp_path: Path) -> None:
         {"step": 2, "pass1": 0.2},
     ]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert scores(tmp_path, None) == {}
-    assert scores(tmp_path, "reward/mean") == {1: 0.5, 3: 0.75}
-    assert scores(tmp_path, "eval/pass1") == {2: 0.2}
-    assert scores(tmp_path, "eval/aime/pass1") == {0: 0.1, 2: 0.4}
-    assert scores(tmp_path, "eval/aime/pass@8") == {2: 0.6}
-    assert scores(tmp_path, "eval/amc/pass1") == {2: 0.7}
-    assert scores(tmp_path / "nowhere", "reward/mean") == scores(tmp_path, "no/such") == {}
+    assert scores(tmp_path, None) == []
+    assert scores(tmp_path, "reward/mean") == [{1: 0.5, 3: 0.75}]
+    assert scores(tmp_path, "eval/pass1") == [{2: 0.2}]
+    assert scores(tmp_path, "eval/aime/pass1") == [{0: 0.1, 2: 0.4}]
+    assert scores(tmp_path, "eval/aime/pass@8") == [{2: 0.6}]
+    assert scores(tmp_path, "eval/amc/pass1") == [{2: 0.7}]
+    assert scores(tmp_path / "nowhere", "reward/mean") == scores(tmp_path, "no/such") == []
+
+
+def test_a_changed_evaluation_is_ranked_apart_and_removes_no_earlier_best(tmp_path: Path) -> None:
+    """Easier problems from step 60 on: their worst result is above the best before."""
+    hard, easy = ({"problems": name, "verifier": "math"} for name in ("hard", "easy"))
+    hot, cold = ({"samples": 1, "temperature": t, "max_new_tokens": 8} for t in (1.0, 0.6))
+    records = [
+        {"step": step, "asked": asked, "decoding": decoding, "pass1": value, "greedy": value}
+        for step, asked, decoding, value in (
+            (20, hard, hot, 0.3),
+            (40, hard, hot, 0.2),
+            (60, easy, hot, 0.8),
+            (80, easy, hot, 0.9),
+            (100, easy, cold, 0.7),
+        )
+    ]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert scores(tmp_path, "eval/pass1") == [{20: 0.3, 40: 0.2}, {60: 0.8, 80: 0.9}, {100: 0.7}]
+    # greedy responses do not depend on the temperature
+    assert scores(tmp_path, "eval/greedy") == [{20: 0.3, 40: 0.2}, {60: 0.8, 80: 0.9, 100: 0.7}]
+    config = load_config(
+        ROOT / "configs/quickstart.yaml",
+        ["checkpoint={keep_best: 1, best_by: eval/pass1}", "run.keep_checkpoints=1"],
+    )
+    forgotten: list[set[int]] = []
+    run_dir = SimpleNamespace(
+        path=tmp_path,
+        checkpoints=lambda: [Path(f"step_{step:06}") for step in STEPS],
+        forget=forgotten.append,
+    )
+    Checkpoints(config, None, run_dir)._retire()  # type: ignore[arg-type]
+    assert forgotten == [{40, 60}]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ training.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +47,7 @@ from megatron_stare.rollout.engines.replicas import (
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Progress
 from megatron_stare.run_dir.run_state import RUN_STATE, RunState
-from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks
+from megatron_stare.tasks.task import Evaluation, Task, digest, evaluation_tasks
 from megatron_stare.weights.files.convert import Options, megatron_to_hf, stops_of
 from megatron_stare.weights.files.hf_folder import exported_step
 from megatron_stare.weights.files.torch_dist import find, is_checkpoint
@@ -89,7 +87,7 @@ class Checkpoint:
             file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp")
         )
         held = [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
-        return {"path": str(self.path), "step": self.step, "files": _digest(held)}
+        return {"path": str(self.path), "step": self.step, "files": digest(held)}
 
 
 @dataclass(frozen=True)
@@ -301,12 +299,8 @@ def _what(evaluation: Evaluation) -> dict[str, Any]:
         "verifier": task.verifier.written(),
         "environment": task.config.rollout.environment.written(),
         "problems": len(prompts),
-        "prompts": _digest(asked),
+        "prompts": digest(asked),
     }
-
-
-def _digest(thing: Any) -> str:
-    return hashlib.sha256(json.dumps(thing).encode()).hexdigest()[:16]
 
 
 def default_out(config: Config, checkpoint: Path) -> Path:

@@ -79,12 +79,39 @@ def compared(
         results: the key of the results, "correct" or "greedy_correct".
     """
     one, two = before.get(results), after.get(results)
-    problems = after.get("problem")  # missing in evaluations of earlier releases
-    if not one or not two or len(one) != len(two) or before.get("problem") not in (None, problems):
+    if not one or not two or len(one) != len(two):
         return "different problems"
-    if before.get("decoding") != after.get("decoding"):  # eval.* may change on a resume
-        return "decoded differently"
-    return paired_interval(one, two, problems=problems)
+    if found := difference(before, after, results):
+        return found
+    return paired_interval(one, two, problems=after.get("problem"))
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any], results: str) -> str:
+    """Returns a text that says in what two evaluations of one task differ, so that their results
+    cannot be compared. Returns "" if the results can be compared. The evaluations may be of one
+    run, because a resume may change the section `eval`.
+
+    Entries that an evaluation of an earlier release lacks count as equal.
+
+    Args:
+        results: the key of the results, "correct" or "greedy_correct".
+    """
+    if before.get("problem") not in (None, after.get("problem")):
+        return "different problems"
+    asked = after.get("asked", {})
+    for name, value in before.get("asked", {}).items():
+        if asked.get(name, value) != value:
+            return f"different {name}"
+    one, two = before.get("decoding"), after.get("decoding")
+    if one is None or two is None:
+        # earlier releases recorded no decoding of the run's own task with one response a problem
+        alike = (one or two or {}).get("samples", 1) == 1
+    elif results == "greedy_correct":
+        # the likeliest tokens depend on no other setting
+        alike = one.get("max_new_tokens") == two.get("max_new_tokens")
+    else:
+        alike = one == two
+    return "" if alike else "decoded differently"
 
 
 def summary(
