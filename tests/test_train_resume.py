@@ -304,6 +304,32 @@ def test_a_run_resumes_from_its_own_record_and_from_files_of_users(
     refuse_other_run(Path("mine.yaml"), config)
 
 
+def test_the_last_started_run_is_resumed_whatever_its_name_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two start 20 minutes apart, around the end of summer time."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(QUICKSTART)
+    summer = make_run(Path("runs/quickstart-20261101-015000"), steps=1)
+    winter = make_run(Path("runs/quickstart-20261101-011000"), steps=1)
+    write_starts(summer, "2026-11-01T01:50:00-0400")
+    assert find_run(config) == summer  # the other says nothing
+    write_starts(winter, "2026-11-01T01:10:00-0500")
+    assert find_run(config) == winter
+    elsewhere = make_run(Path("runs/quickstart-20261101-080000"), steps=1)
+    write_starts(elsewhere, "2026-11-01T08:00:00+0200")
+    assert find_run(config) == winter
+    write_starts(summer, "2026-11-01T01:50:00-0400", "2026-11-02T10:00:00-0500")
+    assert find_run(config) == summer  # it was resumed since
+    (summer / "starts.jsonl").write_text("not JSON\n\n{}\n")
+    assert find_run(config) == winter
+
+
+def write_starts(run: Path, *dates: str) -> None:
+    lines = [json.dumps({"step": 0, "date": date}) + "\n" for date in dates]
+    (run / "starts.jsonl").write_text("".join(lines))
+
+
 def test_checkpoints_that_are_gone(tmp_path: Path) -> None:
     """The quickstart saves every 100 steps, in the background: of a run of 200 the first save may
     still have been under way, one of 201 had it. Where a step waits for its checkpoint, of a run of

@@ -14,6 +14,7 @@ import glob
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptSource, first_prompt
 from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
 from megatron_stare.rollout.engines.model_folder import stop_token_ids
+from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import METRICS_FILE, STARTS_FILE, read_metrics
 from megatron_stare.run_dir.run_state import (
     CONFIG,
@@ -85,9 +87,9 @@ _FILES = (  # tokenizer files
 
 def find_run(config: Config) -> Path:
     """Returns the directory of the run to resume. If run.dir is set, returns run.dir. If run.dir is
-    not set, selects the newest run under runs/ that has the configured name and has finished at
-    least one step. If no run with this name has finished a step, selects the newest run with this
-    name.
+    not set, selects among the runs under runs/ that have the configured name and have finished at
+    least one step. If no run with this name has finished a step, selects among all runs with this
+    name. The selected run is the run that was started or resumed last.
 
     Raises:
         UserError: there is no run to resume.
@@ -106,7 +108,8 @@ def _selected(config: Config) -> Path:
         return Path(config.run.dir)
     named = Path("runs").glob(f"{glob.escape(config.run.name)}-*/{CONFIG}")
     # a run's name may be the beginning of another's
-    runs = sorted(file.parent for file in named if _name_in(file) == config.run.name)
+    runs = [file.parent for file in named if _name_in(file) == config.run.name]
+    runs.sort(key=lambda run: (_started(run), run))
     begun = [run for run in runs if _has_begun(run)]  # skips starts that were killed
     return (begun or runs or [Path("runs") / config.run.name])[-1]
 
@@ -142,6 +145,17 @@ def _name_in(file: Path) -> str | None:
         return str(yaml.safe_load(file.read_text())["run"]["name"])
     except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
         return None
+
+
+def _started(run: Path) -> float:
+    """Returns the time of a run's last start or resume in seconds since 1970, or 0 if the run has
+    not recorded the time. The time in the directory's name is local, so names of two time zones, or
+    of the hour that the end of summer time repeats, are not in the order of the starts."""
+    try:
+        date = read_jsonl(run / STARTS_FILE)[-1]["date"]
+        return datetime.strptime(date, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (OSError, ValueError, TypeError, LookupError, DataError):
+        return 0.0
 
 
 def resume_point(
