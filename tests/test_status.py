@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,13 @@ from megatron_stare.cli import main
 from megatron_stare.commands import views
 from megatron_stare.commands.status import Status, status_of
 from megatron_stare.commands.views import as_text
+from megatron_stare.config.load import load_config
+from megatron_stare.driver.session import Session
 from megatron_stare.errors import DataError
+from megatron_stare.hangs.driver_side import Watched
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.report.rollouts_page import stored_responses, write_rollouts
+from megatron_stare.process.interruption import ClosingStack
 from megatron_stare.run_dir.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
 from megatron_stare.run_dir.json_lines import write_atomically
 from megatron_stare.run_dir.run_files import LOCK_FILE, Rereading, read_run
@@ -151,6 +156,28 @@ def test_a_process_that_is_stopped_is_said_to_be(run_dir: Path) -> None:
     beat(run_dir, process="stopped")
     with held(run_dir):
         assert "heartbeat   0:03 old, its process is stopped" in as_text(status_of(run_dir, NOW))
+
+
+def test_a_start_without_a_watcher_leaves_no_heartbeat_of_an_earlier_start(run_dir: Path) -> None:
+    def status() -> tuple[str, int | None]:
+        with held(run_dir):
+            found = status_of(run_dir, NOW)
+        return found.phase, found.pid
+
+    config = load_config(ROOT / "configs/quickstart.yaml", ["faults.hangs.enabled=false"])
+    inputs = SimpleNamespace(sinks={}, metrics={})
+    start = SimpleNamespace(resumes=False)
+    beat(run_dir)
+    assert status() == ("rollout", 7)
+    session = SimpleNamespace(
+        config=config, dir=SimpleNamespace(path=run_dir), _inputs=inputs, _held=start
+    )
+    with ClosingStack() as stack:
+        Session._open_monitor(session, stack)  # type: ignore[arg-type]
+    assert status() == ("", None)
+    beat(run_dir)
+    Watched(config, run_dir, 0, None).close()  # of `eval`
+    assert status() == ("", None)
 
 
 def test_all_steps_are_not_all_of_a_run(tmp_path: Path) -> None:

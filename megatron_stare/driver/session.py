@@ -62,6 +62,7 @@ from megatron_stare.rollout.sources.calls import CALLS, CallJournal
 from megatron_stare.rollout.sources.kept import without
 from megatron_stare.rollout.sources.make_source import Groups, make_groups, make_source
 from megatron_stare.rollout.sources.rollout_source import RolloutSource
+from megatron_stare.run_dir.heartbeat import forget_heartbeat
 from megatron_stare.run_dir.run_state import CONFIG, LOGS, RunState
 from megatron_stare.tasks.task import Task
 
@@ -155,6 +156,8 @@ class Session:
             self.black_box = BlackBox(self.config, self.dir.path, ports, supervised=supervised())
             stack.callback(self.black_box.close)
             sinks["black_box"] = self.black_box.beats
+        else:
+            forget_heartbeat(self.dir.path)
         self.monitor = Monitor(sinks, RunOutline(self.dir.path, self.config), self._inputs.metrics)
         stack.callback(self.monitor.close)
         if self._held.resumes:

@@ -39,6 +39,7 @@ from megatron_stare.run_dir.heartbeat import (
     Beat,
     CallBeats,
     beat_file,
+    forget_heartbeat,
     watch_progress,
     write_beat,
 )
@@ -317,6 +318,8 @@ class Watched:
         if config.faults.hangs.enabled:
             self._box = BlackBox(config, folder, ports)
             self._box.beats.begin_step(step)
+        else:
+            forget_heartbeat(folder)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

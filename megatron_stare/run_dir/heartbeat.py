@@ -136,6 +136,12 @@ def read_heartbeat(run_dir: Path) -> Beat | None:
     return read_beat(run_dir / HEARTBEAT_FILE)
 
 
+def forget_heartbeat(run_dir: Path) -> None:
+    """Removes the heartbeat of an earlier start. A start without a watcher does not replace the
+    heartbeat, which would therefore describe a process that no longer exists."""
+    (run_dir / HEARTBEAT_FILE).unlink(missing_ok=True)
+
+
 def beats_of(folder: Path) -> list[Beat]:
     """Returns the beats of all processes on this node, sorted by role."""
     found = [read_beat(file) for file in folder.glob("beat_*.json")]
