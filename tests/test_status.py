@@ -35,6 +35,7 @@ from megatron_stare.hangs.driver_side import Watched
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.report.rollouts_page import stored_responses, write_rollouts
 from megatron_stare.process.interruption import ClosingStack
+from megatron_stare.run_dir import liveness
 from megatron_stare.run_dir.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
 from megatron_stare.run_dir.json_lines import write_atomically
 from megatron_stare.run_dir.run_files import LOCK_FILE, Rereading, read_run
@@ -83,7 +84,9 @@ def beat(run: Path, **more: Any) -> None:
     )
 
 
-def test_a_run_that_is_held_is_alive_and_asking_takes_nothing_from_it(run_dir: Path) -> None:
+def test_a_run_that_is_held_is_alive_and_asking_takes_nothing_from_it(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beat(run_dir, done=10, total=256, limit_s=600.0)
     before = sorted(path.name for path in run_dir.iterdir())
     with held(run_dir):
@@ -96,6 +99,7 @@ def test_a_run_that_is_held_is_alive_and_asking_takes_nothing_from_it(run_dir: P
     assert "  phase       rollout for 0:12, 10 of 256 responses; must get on within 10:00" in text
     assert sorted({path.name for path in run_dir.iterdir()} - {LOCK_FILE}) == before
     status_of(run_dir, NOW)
+    monkeypatch.setattr(liveness, "SILENT_S", 0.01)  # no next heartbeat of node7 comes
     refuse_busy(run_dir)  # the next driver may have it
 
 

@@ -46,6 +46,7 @@ from megatron_stare.hangs.nodes import LOCK, Nodes
 from megatron_stare.hangs.verdict import Verdict, verdict
 from megatron_stare.hangs.vigil import Starvation, Vigil, of_the_run
 from megatron_stare.run_dir.heartbeat import (
+    COPY_S,
     DRIVER,
     HEARTBEAT_FILE,
     REQUESTS,
@@ -58,7 +59,6 @@ from megatron_stare.run_dir.heartbeat import (
 
 SETTINGS = "watch.json"  # file in the folder of beats
 TICK_S = 1.0  # between two looks at the driver's beat
-COPY_S = 5.0  # between two copies of the beat into the run directory
 ASK_S = 5.0  # for a server to send any answer
 LET_GO_S = 30.0  # for the run to end or continue after culprits were killed
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HEARTBEAT_FILE = "heartbeat.json"  # in the run directory
+COPY_S = 5.0  # between two writes of that file by the watcher of a live run
 DRIVER = "driver"
 BETWEEN = "between phases"  # the driver logs, polls a checkpoint, or has not begun yet
 IDLE = ""  # phase of a rank or engine without a call

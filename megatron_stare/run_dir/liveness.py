@@ -16,10 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_stare.run_dir.heartbeat import Beat, read_heartbeat
+from megatron_stare.errors import UserError
+from megatron_stare.process.interruption import pause
+from megatron_stare.process.signs_of_life import say
+from megatron_stare.run_dir.heartbeat import COPY_S, Beat, read_heartbeat
 from megatron_stare.run_dir.run_files import LOCK_FILE, RunRecord
 
 FRESH_S = 60.0  # greatest age of a live run's heartbeat, which is written every few seconds
+SILENT_S = 3 * COPY_S  # without a new heartbeat after which a driver counts as gone
+LOOK_S = 1.0  # between two reads of the heartbeat meanwhile
 State = Literal["running", "finished", "dead", "silent"]
 
 
@@ -70,13 +75,18 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
 
 
 def lock_held(run_dir: Path) -> bool:
-    """Tells whether a process holds the run's lock.
+    """Tells whether a process holds the run's lock. See is_locked."""
+    return is_locked(run_dir / LOCK_FILE)
 
-    Tests the run's lock by taking the lock in shared mode for some microseconds. A driver that
-    tries to take the lock during these microseconds fails and retries (run_state.py).
+
+def is_locked(file: Path) -> bool:
+    """Tells whether a process holds the exclusive lock of a file.
+
+    Tests the lock by taking the lock in shared mode for some microseconds. A driver that tries to
+    take the lock during these microseconds fails and retries (run_state.py).
     """
     try:
-        with (run_dir / LOCK_FILE).open("rb") as lock:
+        with file.open("rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -84,6 +94,39 @@ def lock_held(run_dir: Path) -> bool:
     except OSError:  # no lock file, or a file system without locks
         return False
     return False
+
+
+def refuse_alive_elsewhere(run_dir: Path) -> None:
+    """Raises UserError if the run's driver is alive on another machine.
+
+    The lock cannot show this on a file system that does not share locks between machines. A live
+    driver's watcher rewrites the heartbeat every COPY_S seconds. If the newest heartbeat is from
+    another machine and does not say that the driver ended, waits up to SILENT_S seconds for the
+    next one. Compares only times that the other machine wrote, because clocks may differ.
+    """
+    beat = read_heartbeat(run_dir)
+    if beat is None or beat.process == "ended" or beat.host == socket.gethostname():
+        return
+    say(
+        f"this run was last on {beat.host}: waiting {SILENT_S:g} s for a sign that it is alive"
+        " there ...",
+        always=True,
+    )
+    until = time.monotonic() + SILENT_S
+    while (left := until - time.monotonic()) > 0:
+        pause(min(LOOK_S, left))
+        now = read_heartbeat(run_dir) or beat
+        if now.process == "ended":
+            return
+        if now.written != beat.written:
+            raise UserError(
+                f"the run is alive on {now.host} (process {now.pid}), whose lock is not seen here",
+                where=str(run_dir),
+                fix=(
+                    "end it there, or give another run.dir; a file system that shares locks between"
+                    " machines refuses this at once (NFS: without nolock; Lustre: -o flock)"
+                ),
+            )
 
 
 def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:

@@ -30,6 +30,7 @@ from megatron_stare.config.formats import FIRST_WITH_CHECKSUMS, FORMAT, KEY, run
 from megatron_stare.config.load import dump_yaml
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import DataError, RollBack, UserError
+from megatron_stare.run_dir.liveness import refuse_alive_elsewhere
 from megatron_stare.run_dir.run_files import LOCK_FILE
 from megatron_stare.weights.files import manifest
 from megatron_stare.weights.files.manifest import Sum
@@ -154,8 +155,14 @@ class RunDir:
     @classmethod
     def reopen(cls, path: Path) -> RunDir:
         """Locks the directory of a run that is to resume, and removes what a killed run left
-        incomplete. Raises UserError if another process holds the directory's lock."""
+        incomplete. Raises UserError if another process holds the directory's lock, or if the run is
+        alive on another machine."""
         run = cls._hold(path)
+        try:
+            refuse_alive_elsewhere(path)
+        except BaseException:
+            run.close()
+            raise
         run.forget_unfinished()  # left behind if the run was killed
         return run
 
@@ -479,13 +486,15 @@ def _holder(path: Path) -> str:
 
 
 def refuse_busy(path: Path) -> None:
-    """Raises UserError if another process holds the lock of this run directory. Changes nothing."""
+    """Raises UserError if another process holds the lock of this run directory, or if its run is
+    alive on another machine. Changes nothing."""
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         (path / LOCK_FILE).open() as lock,
     ):
         # NFS refuses an exclusive lock of a file that is open for reading only
         _lock(lock, path, fcntl.LOCK_SH)
+    refuse_alive_elsewhere(path)  # after the lock is free again: this may take seconds
 
 
 def _says_something(folder: Path) -> bool:

@@ -26,6 +26,7 @@ from megatron_stare.commands.doctor.checks_environment import check_timeouts
 from megatron_stare.commands.doctor.checks_machine import (
     check_clock,
     check_folder,
+    check_locked_for_all,
     check_ports,
     check_sandbox,
     check_seen_by_all,
@@ -470,6 +471,19 @@ def test_a_folder_that_another_node_does_not_see(tmp_path: Path) -> None:
     found = wrong([check_seen_by_all("runs", {"a": True, "b": False})])
     assert "not there on b" in found["folder runs"].seen
     assert wrong([check_seen_by_all("runs", {"a": True, "b": True})]) == {}
+
+
+def test_a_lock_that_another_node_does_not_see(tmp_path: Path) -> None:
+    """Two processes of one node share locks even where two nodes do not (NFS with nolock)."""
+    with facts.marker(tmp_path) as path:
+        assert path is not None and NodeProbe().sees_locked(str(path))
+        again = path.with_name("again")
+        again.write_text("")
+        assert not NodeProbe().sees_locked(str(again))  # as a node without shared locks sees it
+    found = wrong([check_locked_for_all("runs", {"a": True, "b": False})])
+    assert "free on b" in found["locks of runs"].seen
+    assert "localflock" in found["locks of runs"].mend
+    assert wrong([check_locked_for_all("runs", {"a": True, "b": True})]) == {}
 
 
 def test_the_command_says_it_and_ends_with_1(

@@ -35,5 +35,6 @@ def test_every_node_is_looked_at(tmp_path: Path) -> None:
         assert found[f"{node}: runtime.interface"].level == "fault"
     assert found["versions on all nodes"].seen == "the same on 3 nodes"
     assert found[f"folder {tmp_path}/run"].seen == "seen by all 3 nodes"
+    assert found[f"locks of {tmp_path}/run"].seen == "shared by 3 nodes"
     assert "3 nodes, gloo" in found["bandwidth"].seen
     assert list(tmp_path.iterdir()) == []

@@ -204,3 +204,20 @@ def check_seen_by_all(path: str, saw: Mapping[str, bool]) -> Finding:
             "runs and models lie on a file system that all nodes mount alike",
         )
     return ok(f"folder {path}", f"seen by all {len(saw)} nodes")
+
+
+def check_locked_for_all(path: str, held: Mapping[str, bool]) -> Finding:
+    """Checks that a lock that this machine holds is held for every node.
+
+    Args:
+        held: whether the lock is held, by the name of each node that sees the locked file.
+    """
+    free = [node for node, there in held.items() if not there]
+    if free:
+        return fault(
+            f"locks of {path}",
+            f"a lock held here is free on {', '.join(free)}",
+            "mount it with shared locks (NFS: without nolock; Lustre: -o flock, not localflock):"
+            " two nodes could write one run",
+        )
+    return ok(f"locks of {path}", f"shared by {len(held)} nodes")

@@ -21,6 +21,7 @@ from megatron_stare.commands.doctor.checks_machine import (
     check_clock,
     check_folder,
     check_limits,
+    check_locked_for_all,
     check_ports,
     check_sandbox,
     check_seen_by_all,
@@ -116,6 +117,16 @@ def _cluster(config: Config, folder: Path, bandwidth: bool) -> list[Finding]:
                     [workers.start_on(number, "sees", str(path)) for number in range(len(names))]
                 )
                 found.append(check_seen_by_all(str(folder), dict(zip(names, saw, strict=True))))
+                seeing = [number for number, there in enumerate(saw) if there]
+                held = workers.wait(
+                    [workers.start_on(number, "sees_locked", str(path)) for number in seeing]
+                )
+                found.append(
+                    check_locked_for_all(
+                        str(folder),
+                        {names[number]: each for number, each in zip(seeing, held, strict=True)},
+                    )
+                )
         if bandwidth and len(names) > 1:
             found.append(_cluster_bandwidth(workers, addresses, nodes))
         workers.close()

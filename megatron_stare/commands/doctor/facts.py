@@ -228,18 +228,23 @@ def look_at_folder(path: Path) -> FolderSeen:
 
 @contextlib.contextmanager
 def marker(path: Path) -> Iterator[Path | None]:
-    """Context manager that creates a temporary file in the folder, so that other nodes can test
-    whether they see the file. Yields the file's path, or None if the file cannot be written."""
+    """Context manager that creates a temporary file in the folder and holds the file's lock.
+
+    Other nodes can then test whether they see the file and the lock. Yields the file's path, or
+    None if the file cannot be written.
+    """
     there = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     try:
         handle, name = tempfile.mkstemp(prefix=".doctor-", dir=there)
     except OSError:
         yield None
         return
-    os.close(handle)
     try:
+        with contextlib.suppress(OSError):  # look_at_folder reports a folder without locks
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Path(name).absolute()
     finally:
+        os.close(handle)
         Path(name).unlink(missing_ok=True)
 
 

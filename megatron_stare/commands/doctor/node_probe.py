@@ -15,6 +15,7 @@ from megatron_stare.commands.doctor.checks_machine import check_ports
 from megatron_stare.commands.doctor.facts import Facts, local_facts
 from megatron_stare.commands.doctor.finding import Finding
 from megatron_stare.process.network import free_port
+from megatron_stare.run_dir.liveness import is_locked
 
 MEASURED, ROUNDS = 16 * 2**20, 5  # bytes per message, and number of messages
 LIMIT_S = 120
@@ -29,6 +30,10 @@ class NodeProbe:
     def sees(self, path: str) -> bool:
         """Tells whether a file that another node wrote exists on this node."""
         return Path(path).exists()
+
+    def sees_locked(self, path: str) -> bool:
+        """Tells whether the lock of a file, which another node holds, is held for this node too."""
+        return is_locked(Path(path))
 
     def ports(self, ports: list[int]) -> Finding:
         return check_ports(ports)
