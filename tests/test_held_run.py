@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from support.runs import ROOT, SMALL
 
 from megatron_stare.config.load import load_config
+from megatron_stare.driver import held_run
 from megatron_stare.driver.held_run import HeldRun
 from megatron_stare.driver.opening import Inputs, read_inputs
 from megatron_stare.driver.resuming import check_resume
@@ -26,6 +29,8 @@ from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.rollout.agreement.agreement import AgreementError
 from megatron_stare.rollout.engines.engine import EngineLostError
 from megatron_stare.rollout.fleet.health import NoEngineError
+from megatron_stare.run_dir import heartbeat
+from megatron_stare.run_dir.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
 from megatron_stare.run_dir.run_state import RunState
 
 ALONE = {
@@ -312,3 +317,45 @@ def test_a_run_that_losses_end_is_to_be_continued(tmp_path: Path) -> None:
     assert code(UserError("the disk is full"), lost, came_up=False) == 2
     assert code(UserError("the disk is full"), lost) == 2
     assert code(PlacementError("no node is there"), came_up=False) == 2
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt()], ids=["restarts", "interrupted"])
+def test_other_machines_see_a_driver_that_waits_to_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException | None
+) -> None:
+    """The watcher of the lost session has said that the driver ended."""
+    seen: list[Beat | None] = []
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(heartbeat, "COPY_S", 0.02)
+
+    def pause(wait_s: float) -> None:
+        for _ in range(2):
+            time.sleep(0.3)
+            seen.append(read_heartbeat(run_dir))
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(held_run, "pause", pause)
+    ended = Beat("driver", os.getpid(), "update", since=5.0, moved=1.0, step=3, limit_s=600.0)
+    with contextlib.suppress(KeyboardInterrupt), held(tmp_path) as run:
+        write_beat(run_dir / HEARTBEAT_FILE, replace(ended, written=9.0, process="ended"))
+        run.until_done(run.first, sessions(run, (3, WorkerLostError("a rank died")), None))
+    first, second = seen
+    assert first is not None and second is not None
+    assert (first.process, first.phase, first.step) == ("running", "restart", 3)
+    assert first.limit_s is None and first.host == ended.host
+    assert 9.0 < first.written < second.written
+    last = read_heartbeat(run_dir)
+    assert last is not None and last.process == ("running" if end is None else "ended")
+
+
+def test_a_heartbeat_of_another_process_stays(tmp_path: Path) -> None:
+    """Without faults.hangs.enabled, nothing writes one for this driver."""
+    with held(tmp_path) as run:
+        file = run.dir.path / HEARTBEAT_FILE
+        run.until_done(run.first, sessions(run, (3, WorkerLostError("a rank died")), None))
+        assert not file.exists()
+        of_another = Beat("driver", 1, "update", since=5.0, moved=1.0, process="ended")
+        write_beat(file, of_another)
+        run.until_done(run.first, sessions(run, (4, WorkerLostError("a rank died")), None))
+        assert read_heartbeat(run.dir.path) == of_another

@@ -38,6 +38,7 @@ from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.engines.engine import EngineLostError
 from megatron_stare.rollout.fleet.health import NoEngineError
+from megatron_stare.run_dir.heartbeat import beating
 from megatron_stare.run_dir.run_state import CONFIG, LOGS, PLACEMENT, RunDir, RunState
 
 T = TypeVar("T")
@@ -153,7 +154,8 @@ class HeldRun:
         if isinstance(error, RollBack):
             raise_if_received()
             self.resumes = self.went_back = True
-            return read_inputs(self._asked)
+            with beating(self.dir.path, "restart"):
+                return read_inputs(self._asked)
         loss = self._is_loss(error)
         if not loss or (wait_s := self._attempts.lost(step)) is None:
             # not the run's fault, but the machines': it can be continued when they are whole
@@ -168,9 +170,10 @@ class HeldRun:
         _tell(said)
         with contextlib.suppress(OSError):  # a full disk must not end the run here
             note_restart(self.dir.path, "driver", what, step, wait_s)
-        pause(wait_s)
-        self.resumes = self.restarted = True
-        return read_inputs(self._asked)
+        with beating(self.dir.path, "restart"):
+            pause(wait_s)
+            self.resumes = self.restarted = True
+            return read_inputs(self._asked)
 
     def _is_loss(self, error: Exception) -> bool:
         """Tells whether the error is a recoverable loss of a worker or an engine.

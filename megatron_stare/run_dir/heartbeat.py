@@ -17,6 +17,7 @@ import dataclasses
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -141,6 +142,47 @@ def forget_heartbeat(run_dir: Path) -> None:
     """Removes the heartbeat of an earlier start. A start without a watcher does not replace the
     heartbeat, which would therefore describe a process that no longer exists."""
     (run_dir / HEARTBEAT_FILE).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def beating(run_dir: Path, phase: str) -> Iterator[None]:
+    """Context manager for a driver between two watchers. Inside the `with` block, a thread rewrites
+    heartbeat.json every COPY_S seconds with the current phase `phase`. Otherwise, the last
+    watcher's heartbeat would tell other machines that the driver has ended. If the block raises an
+    error, the driver ends, and the last heartbeat says so. Does nothing if heartbeat.json is not of
+    this process."""
+    beat = read_heartbeat(run_dir)
+    if beat is None or (beat.host, beat.pid) != (socket.gethostname(), os.getpid()):
+        yield
+        return
+    began = time.time()
+    beat = dataclasses.replace(beat, phase=phase, since=began, limit_s=None, done=0, total=0)
+
+    def put(process: str) -> None:
+        with contextlib.suppress(OSError):  # the restart must not fail because of the heartbeat
+            now = dataclasses.replace(
+                beat, written=time.time(), moved=time.monotonic(), process=process
+            )
+            write_beat(run_dir / HEARTBEAT_FILE, now)
+
+    left = threading.Event()
+
+    def run() -> None:
+        put("running")
+        while not left.wait(COPY_S):
+            put("running")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        left.set()
+        thread.join()
+        put("ended")
+        raise
+    left.set()
+    thread.join()
 
 
 def beats_of(folder: Path) -> list[Beat]:
