@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ METRICS = (
     ),
 )
 
+LOOK_S = 10.0  # between two looks at a save during a rollout or an evaluation
+
 
 class Checkpoints:
     """Checkpoints of a run. At most one checkpoint is being written at a time. The previous
@@ -73,6 +76,7 @@ class Checkpoints:
     ) -> None:
         self._config, self._ranks, self._dir, self._note = config, ranks, run_dir, note
         self._under_way: Staged | None = None
+        self._completed = False  # a checkpoint was completed, and no older one removed since
         self._begun = 0.0
         self._told = False
         self.longest_s = 0.0  # longest time from begin to completion of a save
@@ -124,10 +128,50 @@ class Checkpoints:
     def look(self) -> None:
         """Completes the checkpoint that is being written, if all ranks have finished writing their
         parts. Raises UserError if a rank could not write its part."""
-        if self._under_way is not None:
+        if self._under_way is not None or self._completed:
             with self._waited_for():
-                if self._ranks.saved():
+                if self._under_way is None or self._ranks.saved():
                     self.finish()
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Context manager for a long time in which no code calls the ranks, such as a rollout or an
+        evaluation. Inside the `with` block, a thread completes the checkpoint that is being written
+        at most LOOK_S seconds after all ranks have written their parts. If the run loses a process
+        later in the block, the checkpoint counts.
+
+        The caller's thread cannot do this, because its event loop would stand still meanwhile, and
+        calls to servers and tools would exceed their time limits. With the inline runner, no
+        thread is started, because the ranks and engines of this process are not thread-safe.
+
+        Raises:
+            UserError: the checkpoint cannot be written. Raised when the block ends without an
+                error.
+        """
+        if self._under_way is None or self._config.runtime.runner == "inline":
+            yield
+            return
+        left, failed = threading.Event(), list[Exception]()
+
+        def run() -> None:
+            try:
+                while not (written := self._ranks.saved()) and not left.wait(LOOK_S):
+                    pass
+                if written:
+                    self._complete()
+            except Exception as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            left.set()
+            with uninterrupted():
+                thread.join()  # the ranks must be free for the caller
+        if failed:
+            raise failed[0]
 
     def metrics(self) -> dict[str, float]:
         """Returns how long training has waited for saves since the last call, and resets this time.
@@ -136,8 +180,9 @@ class Checkpoints:
         return {"perf/save_s": waited}
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Waits until the checkpoint in progress is written, and completes this checkpoint. Does
-        nothing if no checkpoint is in progress.
+        """Waits until the checkpoint in progress is written, and completes this checkpoint. Then
+        removes the checkpoints that are no longer kept. Does nothing if no checkpoint was in
+        progress since the last removal.
 
         Args:
             timeout_s: timeout of the wait, seconds; None: the timeout of any call to the ranks.
@@ -145,13 +190,20 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint cannot be written, or is not written within the timeout.
         """
-        if self._under_way is None:
-            return
-        self._ranks.wait_saved(timeout_s)
+        if self._under_way is not None:
+            self._ranks.wait_saved(timeout_s)
         with uninterrupted():  # completion cannot be repeated halfway
-            staged, self._under_way = self._under_way, None
-            self._dir.complete(staged, self._ranks.finish_save())
-            self._retire()
+            if self._under_way is not None:
+                self._complete()
+            if self._completed:
+                self._retire()
+                self._completed = False
+
+    def _complete(self) -> None:
+        assert self._under_way is not None
+        staged, self._under_way = self._under_way, None
+        self._dir.complete(staged, self._ranks.finish_save())
+        self._completed = True
         self.longest_s = max(self.longest_s, time.monotonic() - self._begun)
 
     @contextlib.contextmanager

@@ -270,6 +270,7 @@ class HeldOut(Part):
         own: engines reserved for evaluation, and the evaluator on these engines. None: the training
             engines evaluate.
         weights: returns the policy's tensors.
+        looking: context in which the pending checkpoint is completed; see Checkpoints.looking.
         synced: called after the reserved engines have received new weights.
         progress: receives the number of finished responses and the number of all responses of the
             evaluation.
@@ -288,6 +289,7 @@ class HeldOut(Part):
         training: Evaluator,
         own: tuple[EnginePool, Evaluator] | None,
         weights: Callable[[], WeightStream],
+        looking: Callable[[], AbstractContextManager[None]],
         synced: Callable[[], None],
         progress: Callable[[int, int], None],
     ) -> None:
@@ -298,6 +300,7 @@ class HeldOut(Part):
         self._monitor, self._phase, self._samples = monitor, phase, samples
         self._training, self._own = training, own
         self._weights, self._synced, self._progress = weights, synced, progress
+        self._looking = looking
         # weight version on the reserved engines
         self._held: int | None = None
 
@@ -309,7 +312,12 @@ class HeldOut(Part):
         for evaluation in self._evaluations:
             if step in evaluated_steps(self._dir.path, evaluation.task.name):
                 continue
-            with self._phase("eval"), open_to(*SIGNALS), self._answering() as evaluator:
+            with (
+                self._phase("eval"),
+                open_to(*SIGNALS),
+                self._answering() as evaluator,
+                self._looking(),  # innermost, because `_phase` and `_answering` call the ranks
+            ):
                 found = evaluator.evaluate(evaluation, step, self._samples.version, self._progress)
             self._monitor.evaluation(found.record)
 

@@ -272,7 +272,13 @@ class Session:
         stack.callback(self.samples.close)
         judge = self._inputs.run.method.judge
         self.rollouts = TrainingSource(
-            self.samples, judge, self.colocation, self.agreement, self.phase, self._published
+            self.samples,
+            judge,
+            self.colocation,
+            self.agreement,
+            self.phase,
+            self._published,
+            self.checkpoints.looking,
         )
 
     def _open_demonstrations(self) -> None:
@@ -328,6 +334,7 @@ class Session:
             training=self.evaluator,
             own=own,
             weights=lambda: self.trainer.weights(),
+            looking=self.checkpoints.looking,
             synced=self.colocation.synced,
             progress=self._progress,
         )

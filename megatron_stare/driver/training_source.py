@@ -23,6 +23,7 @@ class TrainingSource(RolloutSource):
         judge: the only function that computes advantages from rewards.
         phase: opens a phase of the step, by name.
         published: called with the version of the weights that have been published.
+        looking: context in which the pending checkpoint is completed; see Checkpoints.looking.
     """
 
     def __init__(
@@ -33,16 +34,19 @@ class TrainingSource(RolloutSource):
         agreement: AgreementWatch,
         phase: Callable[[str], AbstractContextManager[None]],
         published: Callable[[int], None],
+        looking: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._source, self._judge = source, judge
         self._colocation, self._agreement = colocation, agreement
-        self._phase, self._published = phase, published
+        self._phase, self._published, self._looking = phase, published, looking
 
     def next(self, step: int) -> RolloutBatch:
         """See RolloutSource. The returned batch contains advantages. If a signal interrupts `next`,
         the run's state stays at the previous step."""
         with self._phase("rollout"), open_to(*ENDING):
-            return self._judge(self._source.next(step))
+            with self._looking():
+                batch = self._source.next(step)
+            return self._judge(batch)
 
     def publish(self, weights: WeightStream, version: int) -> None:
         """See RolloutSource. If the driver has received a signal that ends the run, the weight sync

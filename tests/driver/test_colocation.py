@@ -179,6 +179,7 @@ def two_steps(
             canary,
             memory.phase,
             lambda version: None,
+            contextlib.nullcontext,
         )
         state = RunState(method={})
         trainer = PolicyTrainer(config, runner.trainers, state, canary, memory.phase)
