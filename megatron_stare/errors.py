@@ -3,10 +3,19 @@ with the error's exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+_OURS = str(Path(__file__).parent) + os.sep
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 class UserError(Exception):
@@ -111,6 +120,45 @@ def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:
     near = difflib.get_close_matches(key, known, n=1)
     fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
     return ConfigError(f"unknown name {key!r}", where=where, fix=fix)
+
+
+@contextlib.contextmanager
+def exits_refused(where: str | None = None) -> Iterator[None]:
+    """Raises UserError if code in this context calls sys.exit. A run that the user's code ends with
+    sys.exit(0) would otherwise look like a run that finished.
+
+    Args:
+        where: configuration key that the error message names.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise UserError(
+            f"sys.exit({error.code!r}) was called {users_line(error)}".rstrip(),
+            where=where,
+            fix="raise an error there instead",
+        ) from error
+
+
+def users_line(error: BaseException) -> str:
+    """Returns a text '(file:line, in function)' that names the line of the user's code that led to
+    an error. Returns '' if the traceback contains only code of this project.
+
+    The text names the line of the innermost frame outside this project and outside installed
+    libraries. For example, suppose that the user's code calls the library json, and that json
+    raises an error. The text then gives the line of the user's code that calls json, not the line
+    of json that raises the error. A verifier can itself be part of an installed library, so that
+    the traceback contains no frame of user code. The text then names the line of the outermost
+    frame outside this project.
+    """
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)
+    ]
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    frame = own[-1] if own else frames[0]
+    return f"({frame.filename}:{frame.lineno}, in {frame.name})"
 
 
 _KINDS = {

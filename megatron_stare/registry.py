@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from megatron_stare.errors import ConfigError, in_words, unknown_name
+from megatron_stare.errors import ConfigError, in_words, unknown_name, users_line
 
 # Current paths of renamed modules by former path, which a user's files may still name.
 MOVED = {
@@ -189,7 +189,7 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     module = MOVED.get(module, module)
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise _not_imported(module, error, where) from error
     return _attribute(imported, attribute, where)
 
@@ -218,15 +218,23 @@ def _imported_file(path: str, where: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything
+    except BaseException as error:  # a user's file may raise anything
         del sys.modules[name]
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
         raise _not_imported(str(file), error, where) from error
     return module
 
 
-def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
+def _not_imported(module: str, error: Exception | SystemExit, where: str) -> ConfigError:
     """Returns an error for a failed import. The error says either that the module is missing, or
     which line of the module failed."""
+    if isinstance(error, SystemExit):  # raised in a library if the file parses its arguments
+        return ConfigError(
+            f"cannot import {module!r}: it calls sys.exit({error.code!r}) {users_line(error)}",
+            where=where,
+            fix='move what the file does as a program below `if __name__ == "__main__":`',
+        )
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     # rows of MOVED whose former module is the missing module or lies in the missing package
     if missing and (

@@ -483,3 +483,23 @@ def test_the_page_of_settings_says_what_a_run_refuses() -> None:
         if "`sgd`" in line
     ]
     assert "refused in a run" in row
+
+
+def test_code_of_the_user_s_that_calls_sys_exit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With code 0 the run would look finished to a shell, Slurm and --supervise."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "environment.py"
+    file.write_text("import sys\n\nsys.exit(0)\n")
+    model = f"model.path={ROOT / 'assets/tiny-adder'}"
+    error = run(capsys, QUICKSTART, model, f"rollout.environment={file}:Environment")
+    assert f"calls sys.exit(0) ({file}:3, in <module>)" in error
+    assert not (tmp_path / "runs").exists()
+
+    def trains(config: object, **rest: object) -> None:
+        sys.exit(0)
+
+    monkeypatch.setattr("megatron_stare.train.train", trains)
+    error = run(capsys, QUICKSTART, model)
+    assert re.search(rf"sys\.exit\(0\) was called \({re.escape(__file__)}:\d+, in trains\)", error)

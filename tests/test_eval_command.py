@@ -520,3 +520,11 @@ def test_tasks_are_chosen_and_added(capsys, monkeypatch, tmp_path: Path) -> None
     assert json.loads((out / "results.json").read_text()) == told["tasks"]
     assert [row["task"] for row in responses(out)] == ["sums"] * 8 + ["more"] * 4
     assert told["tasks"]["sums"]["decoding"]["samples"] == 2
+
+
+def test_code_of_the_user_s_that_calls_sys_exit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_stare.commands.evaluate.command._run", lambda args: sys.exit(0))
+    assert main(["eval", QUICKSTART, "--checkpoint", str(MODEL)]) == 2
+    assert "error: sys.exit(0) was called" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,31 @@ def test_a_user_s_file_is_told_where_its_import_is_now(
     with pytest.raises(ConfigError) as raised:
         resolve(f"{file}:verify", {}, "reward.verifier")
     assert said in str(raised.value) and str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("sys.exit(0)", 0),
+        ("argparse.ArgumentParser().parse_args(['train'])", 2),
+    ],
+)
+def test_a_file_that_ends_the_process_as_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, code: int
+) -> None:
+    """Imports it by its path, twice, and as a module."""
+    file = tmp_path / "leaves_at_import.py"
+    file.write_text(f"import argparse, sys\n\n{line}\n\n\ndef verify(answer, reference): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (f"{file}:verify", f"{file}:verify", "leaves_at_import.verify"):
+        with pytest.raises(ConfigError) as raised:
+            resolve(name, {}, "reward.verifier")
+        assert f"calls sys.exit({code}) ({file}:3, in <module>)" in str(raised.value)
+
+
+def test_a_file_whose_import_is_interrupted_is_imported_again(tmp_path: Path) -> None:
+    file = tmp_path / "interrupted.py"
+    file.write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        resolve(f"{file}:verify", {}, "reward.verifier")
+    assert f"file:{file}" not in sys.modules

@@ -174,6 +174,15 @@ def test_an_interrupt_is_raised_where_the_run_was_called(
     assert "continue with from_step=3, **" in capsys.readouterr().err
 
 
+def test_sys_exit_in_a_run_does_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trains(config: Any, **rest: Any) -> Path:
+        sys.exit(0)
+
+    monkeypatch.setattr("megatron_stare.train.train", trains)
+    with pytest.raises(UserError, match=r"sys\.exit\(0\) was called"):
+        megatron_stare.run(QUICKSTART)
+
+
 def test_values_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that looks like a number stays text, and paths become text."""
     seen: list[Any] = []

@@ -23,15 +23,13 @@ import os
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import UserError, exits_refused, users_line
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.process import Unpacker, pack
 from megatron_stare.rewards.verifier import (
@@ -46,10 +44,6 @@ from megatron_stare.rewards.verifier import (
 )
 
 _RECEIVE_BYTES = 1 << 16
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 LONGEST_ANSWER = 1_000  # characters of an answer that are sent
 # limit on an exception's text, because a sympy error can print a whole expression tree
 _DETAIL_CHARACTERS = 500
@@ -68,8 +62,9 @@ def main(verifier: str, fd: int) -> None:
         inbox: SimpleQueue[list[Any]] = SimpleQueue()
         threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
         try:
-            verify = make_verifier(Extension.parse(verifier))
-        except ConfigError as error:
+            with exits_refused("reward.verifier"):
+                verify = make_verifier(Extension.parse(verifier))
+        except UserError as error:
             channel.sendall(
                 pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}})
             )
@@ -123,27 +118,6 @@ def _message(reward: Any, answer_at: int | None, answer: str | None) -> dict[str
     if not math.isfinite(value):
         return {"error": f"the verifier returned {value}"}
     return {"reward": value, "answer_at": answer_at, "answer": answer}
-
-
-def users_line(error: BaseException) -> str:
-    """Returns a text '(file:line, in function)' that names the line of the user's code that led to
-    an error. Returns '' if the traceback contains only code of this project.
-
-    The text names the line of the innermost frame outside this project and outside installed
-    libraries. For example, suppose that the user's code calls the library json, and that json
-    raises an error. The text then gives the line of the user's code that calls json, not the line
-    of json that raises the error. A verifier can itself be part of an installed library, so that
-    the traceback contains no frame of user code. The text then names the line of the outermost
-    frame outside this project.
-    """
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)
-    ]
-    if not frames:
-        return ""
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
-    frame = own[-1] if own else frames[0]
-    return f"({frame.filename}:{frame.lineno}, in {frame.name})"
 
 
 def _read(channel: socket.socket, inbox: SimpleQueue[list[Any]]) -> None:

@@ -219,6 +219,10 @@ def test_256_short_answers_are_quick():
         ("support.verifiers.not_a_function", "is not a function"),
         ("support.verifier_that_raises.verify", "RuntimeError: licence file not found"),
         ("support.verifier_that_exits.verify", "exited with code 7 as it started"),
+        (
+            "support.verifier_that_leaves.verify",
+            r"sys\.exit\(3\) was called \(.*verifier_that_leaves\.py:11, in self_test\)",
+        ),
     ],
 )
 def test_a_verifier_that_cannot_be_loaded_is_refused_at_once(verifier, complaint):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stare.config.load import load_config
+from megatron_stare.errors import exits_refused
 from megatron_stare.process.interruption import Interruption, on_driver_thread
 from megatron_stare.process.signs_of_life import say_loading
 
@@ -66,7 +67,8 @@ def run_command(args: argparse.Namespace) -> int:
 
     def evaluate(interruption: Interruption) -> int:
         try:
-            _run(args)
+            with exits_refused():
+                _run(args)
         except KeyboardInterrupt:
             _say(kept)
             return 128 + (interruption.number or signal.SIGINT)

@@ -22,7 +22,7 @@ from megatron_stare.config.layers import Layer, Override
 from megatron_stare.config.load import dump_yaml, former_names, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.supervision import attach, driver_of, supervise
-from megatron_stare.errors import ConfigError, UnusableCheckpointError, UserError
+from megatron_stare.errors import ConfigError, UnusableCheckpointError, UserError, exits_refused
 from megatron_stare.process.interruption import Interruption, on_driver_thread, poll, what_now
 from megatron_stare.process.signs_of_life import say_loading
 from megatron_stare.process.time_limit import TimeLimit, seconds_of
@@ -112,7 +112,8 @@ def run_command(args: argparse.Namespace) -> int:
 def _train_to_code(args: argparse.Namespace, begun: float, interruption: Interruption) -> int:
     args.supervise = attach()
     try:
-        _train_or_check(args, begun)
+        with exits_refused():
+            _train_or_check(args, begun)
     except KeyboardInterrupt:
         print(what_now(interruption, *_typed(args, interruption)), file=sys.stderr)
         return interruption.exit_code

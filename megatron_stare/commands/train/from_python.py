@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_stare.commands.train.command import read_config, train_and_tell
 from megatron_stare.config.layers import Override
-from megatron_stare.errors import UserError
+from megatron_stare.errors import UserError, exits_refused
 from megatron_stare.process.interruption import Interruption, on_driver_thread
 from megatron_stare.process.signs_of_life import say
 
@@ -57,8 +57,9 @@ def run(
     def body(interruption: Interruption) -> int:
         try:
             resumes = resume or from_step is not None
-            read = read_config(source, given, resume=resumes)
-            found.append(train_and_tell(read, resumes, from_step))
+            with exits_refused():
+                read = read_config(source, given, resume=resumes)
+                found.append(train_and_tell(read, resumes, from_step))
         except KeyboardInterrupt:
             say(_how_far(interruption), always=True)
             raise
