@@ -9,6 +9,7 @@ import ctypes
 import gc
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -437,6 +438,46 @@ def test_elsewhere_than_in_the_main_thread_the_command_runs_where_it_is() -> Non
     thread.start()
     assert found.result(LONG_S) == "a notebook's"
     thread.join()
+
+
+def test_a_process_with_many_open_files_takes_signals() -> None:
+    """select.select refuses descriptors from 1024 on."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2_048), before[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1_100)]
+
+    def body(current: Interruption) -> int:
+        send(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            pause(LONG_S)
+        return current.exit_code
+
+    try:
+        assert driven(body) == 143
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_error_of_the_main_thread_leaves_no_command_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def body(current: Interruption) -> None:
+        begun.set()
+        time.sleep(0.2)
+        ended.set()
+
+    def fails(self: Interruption) -> None:
+        begun.wait(LONG_S)
+        raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(Interruption, "look", fails)
+    with pytest.raises(OSError, match="no descriptor is left"):
+        driven(body)
+    assert ended.is_set()
 
 
 def test_the_command_may_be_called_within_a_running_loop() -> None:

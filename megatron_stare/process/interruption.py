@@ -325,13 +325,15 @@ def on_driver_thread(
     terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
     interruption.wake = lambda: _written(wake)
     waker = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    poller = select.poll()  # select.select refuses descriptors from 1024 on
+    poller.register(woken, select.POLLIN)
     try:
         thread.start()
         while not done.done():
             try:
                 interruption.put_back(dict.fromkeys(caught, note))
                 wait_s = interruption.look()
-                select.select([woken], [], [], wait_s)
+                poller.poll(None if wait_s is None else wait_s * 1_000)
                 with contextlib.suppress(BlockingIOError):
                     os.read(woken, 4096)
                 at_once = False
@@ -343,12 +345,13 @@ def on_driver_thread(
                 at_once = True
             if at_once and not done.done():
                 _end_at_once(interruption, last_words)
-        thread.join()
         return done.result()
     finally:
         signal.set_wakeup_fd(waker)
         for number, handler in before.items():
             signal.signal(number, handler)
+        if thread.is_alive():  # even after an error here, no command runs on unattended
+            thread.join()
         os.close(woken)
         os.close(wake)
         _current = Interruption()
