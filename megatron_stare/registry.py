@@ -19,6 +19,8 @@ from typing import Any, get_type_hints
 
 from megatron_stare.errors import ConfigError, in_words, unknown_name, users_line
 
+_FILE = "file:"  # begins the module names of files
+
 # Current paths of renamed modules by former path, which a user's files may still name.
 MOVED = {
     "megatron_stare.batch": "megatron_stare.records.batch",
@@ -200,11 +202,18 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
     return getattr(module, name)
 
 
+def forget_files() -> None:
+    """Makes `resolve` import files anew. Several runs of one process, such as a notebook, therefore
+    use each file as it is when a run starts, which is also what new processes of the run import."""
+    for name in [each for each in sys.modules if each.startswith(_FILE)]:
+        del sys.modules[name]
+
+
 def _imported_file(path: str, where: str) -> ModuleType:
-    """Imports a file as a module, once per process. The module gets a name that no import statement
-    can contain. The file therefore cannot replace a module that other code imports."""
+    """Imports a file as a module, once until `forget_files`. The module gets a name that no import
+    statement can contain. The file therefore cannot replace a module that other code imports."""
     file = Path(path).expanduser().resolve()
-    name = f"file:{file}"
+    name = f"{_FILE}{file}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

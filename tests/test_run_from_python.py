@@ -18,6 +18,7 @@ import megatron_stare
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.process import interruption
+from megatron_stare.registry import resolve
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 SETTINGS: dict[str, Any] = {**SMALL, **INLINE, "run.dir": "run"}
@@ -172,6 +173,25 @@ def test_an_interrupt_is_raised_where_the_run_was_called(
     with pytest.raises(KeyboardInterrupt):
         megatron_stare.run(QUICKSTART)
     assert "continue with from_step=3, **" in capsys.readouterr().err
+
+
+def test_a_file_that_was_edited_between_two_runs_is_read_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, seen = Path("mine.py"), []
+
+    def trains(config: Any, **rest: Any) -> Path:
+        found = resolve("mine.py:BONUS", {}, "rollout.environment")
+        assert resolve("mine.py:BONUS", {}, "rollout.environment") is found  # one version a run
+        seen.append(found)
+        return Path("run")
+
+    monkeypatch.setattr("megatron_stare.train.train", trains)
+    monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", str)
+    for bonus in ([1.0], [250.0]):
+        file.write_text(f"BONUS = {bonus}\n")
+        megatron_stare.run(QUICKSTART)
+    assert seen == [[1.0], [250.0]]
 
 
 def test_sys_exit_in_a_run_does_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from megatron_stare.config.layers import Override
 from megatron_stare.errors import UserError, exits_refused
 from megatron_stare.process.interruption import Interruption, on_driver_thread
 from megatron_stare.process.signs_of_life import say
+from megatron_stare.registry import forget_files
 
 _one = threading.Lock()  # held by the run of this process
 
@@ -32,6 +33,9 @@ def run(
     `run` can be called from any thread, even if an event loop is running in the thread, as in a
     notebook. In the main thread, the first Ctrl-C or the first interrupt from a notebook saves the
     last complete step and raises KeyboardInterrupt. A second interrupt ends the process.
+
+    Files that the configuration names as file.py:name are read anew by every call. Modules that
+    these files import are not.
 
     Args:
         config: a YAML file, the name of a configuration that ships with the package, or a dict of
@@ -57,6 +61,7 @@ def run(
     def body(interruption: Interruption) -> int:
         try:
             resumes = resume or from_step is not None
+            forget_files()  # the user may have edited them since the last run
             with exits_refused():
                 read = read_config(source, given, resume=resumes)
                 found.append(train_and_tell(read, resumes, from_step))
