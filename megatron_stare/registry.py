@@ -15,11 +15,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from megatron_stare.errors import ConfigError, in_words, unknown_name, users_line
 
+if TYPE_CHECKING:
+    from functools import _lru_cache_wrapper
+
 _FILE = "file:"  # begins the module names of files
+_caches: list[Callable[[], None]] = []  # functions that empty caches; see forgotten_with_files
+Cached = TypeVar("Cached", bound="_lru_cache_wrapper[Any]")
 
 # Current paths of renamed modules by former path, which a user's files may still name.
 MOVED = {
@@ -207,6 +212,15 @@ def forget_files() -> None:
     use each file as it is when a run starts, which is also what new processes of the run import."""
     for name in [each for each in sys.modules if each.startswith(_FILE)]:
         del sys.modules[name]
+    for clear in _caches:
+        clear()
+
+
+def forgotten_with_files(cached: Cached) -> Cached:
+    """Decorates a function with a functools cache whose results contain objects of users' files.
+    `forget_files` empties the cache."""
+    _caches.append(cached.cache_clear)
+    return cached
 
 
 def _imported_file(path: str, where: str) -> ModuleType:

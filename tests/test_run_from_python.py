@@ -16,9 +16,10 @@ from support.runs import INLINE, ROOT, SMALL, TIMEOUT_S, environment, metrics, t
 
 import megatron_stare
 from megatron_stare.config.load import load_config
+from megatron_stare.environments.tools import read_tools
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.process import interruption
-from megatron_stare.registry import resolve
+from megatron_stare.registry import Extension, resolve
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 SETTINGS: dict[str, Any] = {**SMALL, **INLINE, "run.dir": "run"}
@@ -181,17 +182,18 @@ def test_a_file_that_was_edited_between_two_runs_is_read_anew(
     file, seen = Path("mine.py"), []
 
     def trains(config: Any, **rest: Any) -> Path:
-        found = resolve("mine.py:BONUS", {}, "rollout.environment")
-        assert resolve("mine.py:BONUS", {}, "rollout.environment") is found  # one version a run
-        seen.append(found)
+        found = resolve("mine.py:lookup", {}, "rollout.environment")
+        assert resolve("mine.py:lookup", {}, "rollout.environment") is found  # one version a run
+        (tool,) = read_tools([Extension("mine.py:lookup")])
+        seen.append((found(), tool.function()))
         return Path("run")
 
     monkeypatch.setattr("megatron_stare.train.train", trains)
     monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", str)
-    for bonus in ([1.0], [250.0]):
-        file.write_text(f"BONUS = {bonus}\n")
+    for answer in (1, 250):
+        file.write_text(f'def lookup() -> int:\n    """Looks it up."""\n    return {answer}\n')
         megatron_stare.run(QUICKSTART)
-    assert seen == [[1.0], [250.0]]
+    assert seen == [(1, 1), (250, 250)]
 
 
 def test_sys_exit_in_a_run_does_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ from megatron_stare.environments.sandboxes import (
 from megatron_stare.errors import ConfigError, UserError, in_words
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
-from megatron_stare.registry import Extension, resolve, settings_of
+from megatron_stare.registry import Extension, forgotten_with_files, resolve, settings_of
 from megatron_stare.rollout.engines.model_folder import stop_token_ids
 
 TOOLS = {
@@ -569,6 +569,7 @@ def read_tools(tools: Sequence[Extension]) -> list[ToolKind]:
     return kinds
 
 
+@forgotten_with_files
 @functools.lru_cache(maxsize=32)  # prompts' encoders ask, too, and a search reads its whole folder
 def _read_tool(extension: Extension) -> ToolKind:
     where = f"{WHERE}.tools"
