@@ -504,18 +504,20 @@ def body(current):
             time.sleep(600)
 def told(i):
     return f"stands at {i.last_words().step}, saves: {not i.gave_up}"
-sys.exit(interruption.on_driver_thread(body, told))
+sys.exit(interruption.on_driver_thread(body, told, sys.argv[2] == "True"))
 """
 
 
 @pytest.fixture
-def deaf() -> Iterator[Callable[[float], tuple[subprocess.Popen[str], list[int], Path]]]:
+def deaf() -> Iterator[Callable[..., tuple[subprocess.Popen[str], list[int], Path]]]:
     """A command that never polls, with a child and a grandchild."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(unheard_s: float) -> tuple[subprocess.Popen[str], list[int], Path]:
+    def begin(
+        unheard_s: float, hurries: bool = True
+    ) -> tuple[subprocess.Popen[str], list[int], Path]:
         process = subprocess.Popen(
-            [sys.executable, "-c", DEAF, str(unheard_s)],
+            [sys.executable, "-c", DEAF, str(unheard_s), str(hurries)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -554,8 +556,9 @@ def test_a_second_ctrl_c_ends_the_process_and_what_it_started_at_once(deaf) -> N
     assert not any(map(alive, below)) and not folder.exists()
 
 
-def test_a_command_that_does_not_poll_is_ended(deaf) -> None:
-    process, below, folder = deaf(0.1)
+@pytest.mark.parametrize("hurries", [True, False])
+def test_a_command_that_does_not_poll_is_ended(deaf, hurries: bool) -> None:
+    process, below, folder = deaf(0.1, hurries)
     process.send_signal(signal.SIGTERM)
     said = process.stderr.read().splitlines()
     assert said[1:] == [
@@ -564,3 +567,21 @@ def test_a_command_that_does_not_poll_is_ended(deaf) -> None:
     ]
     assert process.wait() == 143
     assert not any(map(alive, below)) and not folder.exists()
+
+
+def test_a_command_that_does_not_hurry_outlives_an_interrupt_that_it_does_not_hear(deaf) -> None:
+    process, below, folder = deaf(0.1, hurries=False)
+    process.send_signal(signal.SIGINT)
+    assert "SIGINT: closing the run" in process.stderr.readline()
+    assert process.stderr.readline() == (
+        "waiting for code that cannot be interrupted; a second interrupt ends the process, without"
+        " saving\n"
+    )
+    threading.Event().wait(max(interruption.SAME_S, 3 * interruption.TICK_S))
+    assert process.poll() is None and all(map(alive, below)) and folder.exists()
+    process.send_signal(signal.SIGINT)
+    assert (  # said once
+        process.stderr.read()
+        == "SIGINT: ending at once, without saving\nstands at 4, saves: False\n"
+    )
+    assert process.wait() == 130

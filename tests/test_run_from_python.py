@@ -205,6 +205,31 @@ def test_sys_exit_in_a_run_does_not_end_the_program(monkeypatch: pytest.MonkeyPa
         megatron_stare.run(QUICKSTART)
 
 
+def test_one_interrupt_leaves_the_program_and_its_children_alive(tmp_path: Path) -> None:
+    """It comes where the run cannot be interrupted, for longer than a command would be given."""
+    code = f"""
+import os, signal, subprocess, sys, time, types
+from megatron_stare.process import interruption
+interruption.UNHEARD_S = 0.1
+signal.signal(signal.SIGINT, signal.default_int_handler)
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def trains(config, **rest):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+    interruption.poll()
+sys.modules["megatron_stare.train"] = types.SimpleNamespace(train=trains)
+try:
+    megatron_stare.run({QUICKSTART!r})
+except KeyboardInterrupt:
+    print("interrupted; the child's code:", child.poll())
+finally:
+    child.kill()
+"""
+    done = python(code, tmp_path)
+    assert done.stdout.endswith("interrupted; the child's code: None\n"), done.stderr
+    assert done.stderr.count("waiting for code that cannot be interrupted") == 1
+
+
 def test_values_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that looks like a number stays text, and paths become text."""
     seen: list[Any] = []

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_stare.config.rollout_sections import DataConfig, MixtureFile
 from megatron_stare.config.schema import Config
@@ -25,7 +25,10 @@ from megatron_stare.data.encode import PromptEncoder, PromptTooLongError
 from megatron_stare.data.records import Messages, Record, read_records
 from megatron_stare.data.streams import Split, counter_hash, stream_seed
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.process.interruption import poll
 from megatron_stare.records.batch import Prompt
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -90,7 +93,7 @@ class FilePrompts:
                 if self._parts
                 else checksum
             )
-            fitting = [record for record in records if self._fits(record, drop)]
+            fitting = [record for record in _polled(records) if self._fits(record, drop)]
             self._drop("longer than rollout.max_prompt_tokens", len(records) - len(fitting))
             if not fitting:
                 raise DataError(
@@ -120,7 +123,7 @@ class FilePrompts:
         """Returns the records without repeats. Of several records with the same prompt tokens and
         the same answer, only the first is kept."""
         first: dict[tuple[tuple[int, ...], str], Record] = {}
-        for record in records:
+        for record in _polled(records):
             first.setdefault(
                 (self._encode(record.messages or record.prompt, record.where), record.answer),
                 record,
@@ -131,7 +134,7 @@ class FilePrompts:
         """Removes training records according to `data.deduplicate` and `data.decontaminate`."""
         if data.deduplicate:
             places = [(part, record) for part in self._parts for record in part.records]
-            found = without_repeats((record.prompt, record.answer) for _, record in places)
+            found = without_repeats((record.prompt, record.answer) for _, record in _polled(places))
             for part in self._parts:
                 part.records = [places[at][1] for at in found.kept if places[at][0] is part]
             self._drop("a repeat of another", len(found.repeated))
@@ -144,9 +147,9 @@ class FilePrompts:
                 # the checksum covers these files, because the problems left out change the training
                 # data
                 self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
-            seen = Contamination(evaluated, data.ngram)
+            seen = Contamination(_polled(evaluated), data.ngram)
             for part in self._parts:
-                clean = [record for record in part.records if not seen.has(record.prompt)]
+                clean = [record for record in _polled(part.records) if not seen.has(record.prompt)]
                 self._drop("a problem of data.decontaminate", len(part.records) - len(clean))
                 part.records = clean
         for part in self._parts:
@@ -259,6 +262,14 @@ class FilePrompts:
         # the first file is ordered like a single file, as before mixtures existed
         counters = (self._seed, pass_) if part.number == 0 else (self._seed, pass_, part.number)
         return sorted(range(len(part.records)), key=lambda line: counter_hash(*counters, line))
+
+
+def _polled(items: Iterable[T]) -> Iterator[T]:
+    """Yields the items, and polls for signals before each. The work on all items of a large file
+    takes minutes."""
+    for each in items:
+        poll()
+        yield each
 
 
 def whole_weights(weights: Iterable[float]) -> list[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.process.interruption import poll
 
 HUB = "hf:"
 """Prefix of a Hugging Face dataset's name: hf:owner/name, hf:owner/name:split or
@@ -83,6 +84,7 @@ def read_records(
     rows, checksum = read_rows(path)
     records = []
     for n, where, row in rows:
+        poll()  # a large file takes minutes
         record = record_of(row, n, where, prompt_key or PROMPT_KEY, answer_key)
         kept = _columns(row, columns, where) if columns else None
         records.append(record._replace(columns=kept))
@@ -209,6 +211,7 @@ def _dataset_rows(name: str) -> tuple[Iterator[Row], int]:
         found = datasets.load_dataset(repository, configuration, split=split)
         checksum = zlib.crc32(b"[")  # that of all rows as one JSON list, a row at a time
         for number, row in enumerate(found):
+            poll()
             text = (", " if number else "") + json.dumps(dict(row), sort_keys=True, default=str)
             checksum = zlib.crc32(text.encode(), checksum)
         checksum = zlib.crc32(b"]", checksum)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import math
 import os
 import select
 import shlex
@@ -87,7 +88,7 @@ class Interruption:
     main thread and the driver's thread both change.
     """
 
-    def __init__(self, driver: threading.Thread | None = None) -> None:
+    def __init__(self, driver: threading.Thread | None = None, hurries: bool = True) -> None:
         self.number: int | None = None  # of the signal that applies
         self.time_is_up = False  # the run ended by itself because of --stop-after
         self.standing: Standing | None = None  # set when the run closes; None if there was no run
@@ -96,6 +97,7 @@ class Interruption:
         self.raised = False
         self.gave_up = False  # the current update did not end in time
         self._driver = driver  # the thread that polls; None: no signals are handled
+        self._hurries = hurries  # see on_driver_thread
         self._lock = threading.Lock()
         self._open_to: set[int] = set()  # signals that may raise now although steps are made
         self._closing = 0  # number of open `uninterrupted` contexts
@@ -170,7 +172,13 @@ class Interruption:
                 _say(f"{self.grace_s:g} s are over: closing the run without a checkpoint")
             self._look()
             if self._heard_by is not None and now >= self._heard_by:
-                raise TimeoutError
+                if self._hurries or self.number != signal.SIGINT:
+                    raise TimeoutError
+                self._heard_by = math.inf
+                _say(
+                    "waiting for code that cannot be interrupted; a second interrupt ends the"
+                    " process, without saving"
+                )
             return TICK_S
 
     def _look(self) -> None:
@@ -274,7 +282,9 @@ _current = Interruption()
 
 
 def on_driver_thread(
-    body: Callable[[Interruption], int], last_words: Callable[[Interruption], str]
+    body: Callable[[Interruption], int],
+    last_words: Callable[[Interruption], str],
+    hurries: bool = True,
 ) -> int:
     """Runs a command on a new thread, the driver's thread. Meanwhile, the main thread handles
     the signals in SIGNALS.
@@ -288,6 +298,9 @@ def on_driver_thread(
             at one of the command's polls.
         last_words: returns the message to print if the process ends at once. The process ends at
             once after a second Ctrl-C, or if the driver's thread does not poll.
+        hurries: True: the process ends at once if the driver's thread does not poll in time after
+            a signal. False: after a single SIGINT it waits instead, because the process has other
+            work of the user's, such as the variables of a notebook.
 
     Raises:
         BaseException: the exception that the command raised.
@@ -312,7 +325,7 @@ def on_driver_thread(
             _written(wake)
 
     thread = threading.Thread(target=run, name=DRIVER)
-    _current = interruption = Interruption(thread)
+    _current = interruption = Interruption(thread, hurries)
     came: deque[int] = deque()
     caught = [
         number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)

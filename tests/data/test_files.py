@@ -158,10 +158,14 @@ def test_a_dataset_is_told_by_all_its_rows(monkeypatch):
     rows = [{"prompt": f"{n}=", "answer": n} for n in range(3)]
     library = SimpleNamespace(load_dataset=lambda *_, **__: rows)
     monkeypatch.setitem(sys.modules, "datasets", library)
+    polls = []
+    monkeypatch.setattr("megatron_stare.data.records.poll", lambda: polls.append(1))
     for count in (1, 3):
         del rows[count:]
         expected = zlib.crc32(json.dumps(rows, sort_keys=True).encode())
         assert read_records("hf:owner/name")[1] == expected
+        assert len(polls) == 2 * count  # as the rows are summed, and as they become records
+        polls.clear()
         rows += [{"prompt": f"{n}=", "answer": n} for n in range(count, 3)]
 
 
@@ -348,6 +352,30 @@ def test_problems_of_the_evaluation_are_not_trained_on(tmp_path):
         source(path=train, decontaminate=[held], ngram=4).restore(state)
     with pytest.raises(DataError, match=r"no prompt is left: 5 a problem of data\.decontaminate"):
         source(path=train, decontaminate=[train], ngram=4)
+
+
+@pytest.mark.parametrize(
+    ("split", "data", "read", "worked_on"),
+    [
+        # 3 records are fitted, 3 are compared, 2 of the evaluation are cut into words, 3 looked up
+        ("train", {"deduplicate": True, "decontaminate": ["e.jsonl"]}, 3 + 2, 3 + 3 + 2 + 3),
+        ("eval", {"eval_path": "p.jsonl"}, 3, 3 + 3),
+    ],
+)
+def test_large_files_are_read_and_cleaned_interruptibly(
+    tmp_path, monkeypatch, split, data, read, worked_on
+):
+    """Polls at each record of each pass, since one pass over a large file takes minutes."""
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "p.jsonl", *({"prompt": f"{n}+1=", "answer": n + 1} for n in range(3)))
+    lines(tmp_path / "e.jsonl", *({"prompt": f"{n}+9=", "answer": n + 9} for n in range(2)))
+    polls = Counter()
+    for module in ("records", "file_prompts"):
+        monkeypatch.setattr(
+            f"megatron_stare.data.{module}.poll", lambda module=module: polls.update([module])
+        )
+    source(split=split, path="p.jsonl", **data)
+    assert polls == {"records": read, "file_prompts": worked_on}
 
 
 def test_words_in_a_row():

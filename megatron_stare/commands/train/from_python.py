@@ -32,7 +32,8 @@ def run(
 
     `run` can be called from any thread, even if an event loop is running in the thread, as in a
     notebook. In the main thread, the first Ctrl-C or the first interrupt from a notebook saves the
-    last complete step and raises KeyboardInterrupt. A second interrupt ends the process.
+    last complete step and raises KeyboardInterrupt, as soon as code that cannot be interrupted has
+    ended. A second interrupt kills the process and its child processes at once, without saving.
 
     Files that the configuration names as file.py:name are read anew by every call. Modules that
     these files import are not.
@@ -75,7 +76,7 @@ def run(
             "another run is under way in this process", fix="wait for it, or use another process"
         )
     try:
-        _beside_any_loop(partial(on_driver_thread, body, _how_far))
+        _beside_any_loop(partial(on_driver_thread, body, _how_far, hurries=False))
     finally:
         _one.release()
     return found[0]
