@@ -206,7 +206,7 @@ def test_sys_exit_in_a_run_does_not_end_the_program(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_interrupt_leaves_the_program_and_its_children_alive(tmp_path: Path) -> None:
-    """It comes where the run cannot be interrupted, for longer than a command would be given."""
+    """Interrupts code that cannot be interrupted for longer than a command would be given."""
     code = f"""
 import os, signal, subprocess, sys, time, types
 from megatron_stare.process import interruption
