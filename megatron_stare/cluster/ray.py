@@ -83,6 +83,7 @@ TASK_EVENTS = "RAY_task_events_report_interval_ms"
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
 _joined: Listener | None = None  # the control store of the cluster that was joined
+_ours = False  # True while `start_ray`, not the user's program, has connected this process to Ray
 
 
 def node_address(interface: str | None) -> str:
@@ -454,9 +455,16 @@ def start_ray(config: Config) -> None:
     `runtime.ray_address` is not set.
 
     Raises:
-        UserError: Ray does not start, or the cluster does not answer.
+        UserError: Ray does not start, the cluster does not answer, or this process is connected to
+            Ray already, for example by `ray.init` in a notebook.
     """
     global _joined
+    if ray.is_initialized():
+        raise ConfigError(
+            "this process is connected to Ray already",
+            where="runtime.runner",
+            fix="call ray.shutdown() first, run in another process, or use runtime.runner=inline",
+        )
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     # silence Ray's harmless notice that the cluster requires a token
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
@@ -508,6 +516,8 @@ def _authenticate(address: str) -> None:
 
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
+    global _ours
+    _ours = True
     try:
         # Ray cannot shut down an interrupted start
         with uninterrupted(), handlers_kept(), own_group():
@@ -552,11 +562,14 @@ def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
 
 
 def leave_ray() -> None:
-    """Ends Ray if this process started it. Otherwise leaves the cluster."""
-    global _joined
+    """Ends the Ray that `start_ray` started, or leaves the cluster that `start_ray` joined. Does
+    nothing if the user's program connected this process to Ray."""
+    global _joined, _ours
+    if not _ours:
+        return
     with nothing_left(_own_node()):
         ray.shutdown()
-    _joined = None
+    _joined, _ours = None, False
 
 
 def _own_node() -> Any:

@@ -6,14 +6,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import ray
-from support.runs import ROOT, environment
+from support.runs import ROOT, environment, model
 from support.waiting_worker import WaitingWorker
 
 from megatron_stare.cluster import ray as on_ray
-from megatron_stare.config.load import validate
+from megatron_stare.cluster.ray_runner import RayRunner, preview
+from megatron_stare.config.load import load_config, validate
+from megatron_stare.config.resolved import resolve_run
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
 
 RECORDED = "RAY_task_events_report_interval_ms"
 SECONDS = 60.0
@@ -65,3 +70,19 @@ def test_its_object_store_is_as_large_as_it_is_told_to_be() -> None:
         [sys.executable, "-c", STORE], env=environment(), capture_output=True, text=True, check=True
     )
     assert float(done.stdout) == 100 * 2**20
+
+
+@pytest.mark.parametrize(
+    "begun", [preview, lambda config: RayRunner(resolve_run(config))], ids=["preview", "run"]
+)
+def test_a_ray_of_the_users_program_is_left_alone(
+    begun: Callable[[Config], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actors and objects would be lost."""
+    ended: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    config = load_config(str(ROOT / "configs/quickstart.yaml"), [model()])
+    with pytest.raises(ConfigError, match="this process is connected to Ray already"):
+        begun(config)
+    assert ended == []
