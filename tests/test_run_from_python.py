@@ -256,3 +256,41 @@ def test_the_package_has_no_other_lazy_names() -> None:
     assert megatron_stare.UserError is UserError
     with pytest.raises(AttributeError, match="has no attribute 'runn'"):
         _ = megatron_stare.runn
+
+
+def test_the_environment_is_the_same_after_a_run() -> None:
+    """So are the constants that huggingface_hub reads from it, whether the run ends or fails."""
+    code = f"""
+import importlib, os, sys, types
+from pathlib import Path
+
+os.environ.pop("HF_HUB_OFFLINE", None)
+os.environ["CHANGED"] = "before"
+failing = []
+
+def trains(config, **rest):
+    import huggingface_hub.constants
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    os.environ.update(ADDED="1", CHANGED="after")
+    if failing:
+        raise LookupError
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    return Path("run")
+
+import megatron_stare.observability.metrics.figures as figures
+figures.closing = str
+sys.modules["megatron_stare.train"] = types.SimpleNamespace(train=trains)
+assert "huggingface_hub.constants" not in sys.modules
+before = dict(os.environ)
+megatron_stare.run({QUICKSTART!r}, settings)
+assert dict(os.environ) == before
+assert not sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE
+failing.append(True)
+try:
+    megatron_stare.run({QUICKSTART!r}, settings)
+except LookupError:
+    assert dict(os.environ) == before
+    print("kept")
+"""
+    done = python(code, Path())
+    assert done.stdout == "run\nkept\n", done.stderr

@@ -26,7 +26,7 @@ def here(file: Path) -> str:
 TOP = {"__init__", "cli", "errors", "registry", "train"}
 SERVED = "rollout/engines/sglang"
 ONLY_IN = {
-    "ray": {"cluster/ray.py"},
+    "ray": {"cluster/ray.py", "cluster/ray_tokens.py"},
     "megatron.core": {"megatron/", "select/slime.py"},  # slime's ranks are Megatron's
     # the server's environment has them, the trainer's has not
     "sglang": {

@@ -1,5 +1,5 @@
-"""Starts or joins Ray, runs workers in Ray actors, and reserves GPUs on the cluster's nodes. No
-other file imports ray. The file ray_runner.py decides which workers are started."""
+"""Starts or joins Ray, runs workers in Ray actors, and reserves GPUs on the cluster's nodes. Only
+this file and ray_tokens.py import ray. The file ray_runner.py decides which workers are started."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
 from ray import exceptions as said
-from ray._private.authentication.authentication_token_setup import (
-    maybe_enable_token_auth_if_token_available,
-)
 from ray._private.state import available_resources_per_node
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import ActorTableData
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -35,6 +31,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from megatron_stare.cluster import ray_tokens
 from megatron_stare.cluster.placed import Spot
 from megatron_stare.cluster.ray_processes import (
     ended,
@@ -80,10 +77,13 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # milliseconds between reports of calls. 0: none; otherwise Ray's control store records the last
 # 100,000 calls and grows for days
 TASK_EVENTS = "RAY_task_events_report_interval_ms"
+LOCAL = "local"  # else Ray would join a cluster that happens to run on this machine
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
 _joined: Listener | None = None  # the control store of the cluster that was joined
-_ours = False  # True while `start_ray`, not the user's program, has connected this process to Ray
+# settings to remove at the end of the session that `start_ray` opened; None: there is no session,
+# or the user's program opened it
+_ours: frozenset[str] | None = None
 
 
 def node_address(interface: str | None) -> str:
@@ -480,7 +480,6 @@ def start_ray(config: Config) -> None:
         head = Listener(address, ray.util.get_node_ip_address())
         # without this check Ray would retry, with messages, for ten minutes
         head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
-        _authenticate(by_number(address))
         what = f"the Ray cluster at {address} cannot be joined"
         _init(what, "runtime.ray_address", fix, address=by_number(address), **common)
         _joined = head
@@ -493,31 +492,15 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault(TASK_EVENTS, "0")
     store = config.runtime.object_store_mb * 2**20
     fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
-    # "local", since Ray would otherwise join a cluster that happens to run on this machine
-    new = {"address": "local", "object_store_memory": store, "_node_ip_address": LOOPBACK}
+    new = {"address": LOCAL, "object_store_memory": store, "_node_ip_address": LOOPBACK}
     _init("Ray does not start", "runtime", fix, **new, **common)
-
-
-def _authenticate(address: str) -> None:
-    """Switches on Ray's token authentication in this process and its children if the head at
-    `address` asks for a token. A head that a user started with `ray start` asks for a token if the
-    user has a token. By default, a run that starts Ray itself leaves a token in the user's file
-    ~/.ray/auth_token. By default, a cluster that scripts/ray_up.sh started neither asks for tokens
-    nor sends tokens. A driver with token authentication would refuse calls from a cluster that
-    sends no tokens, so no actor would start. Does nothing if RAY_AUTH_MODE is set."""
-    if "RAY_AUTH_MODE" in os.environ:
-        return
-    try:
-        GcsClient(address=address)
-    except said.AuthenticationError:
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    except Exception:  # `ray.init` says what is wrong
-        return
 
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     global _ours
-    _ours = True
+    _ours = ray_tokens.unset()
+    if settings["address"] != LOCAL:
+        ray_tokens.authenticate(settings["address"])
     try:
         # Ray cannot shut down an interrupted start
         with uninterrupted(), handlers_kept(), own_group():
@@ -565,11 +548,12 @@ def leave_ray() -> None:
     """Ends the Ray that `start_ray` started, or leaves the cluster that `start_ray` joined. Does
     nothing if the user's program connected this process to Ray."""
     global _joined, _ours
-    if not _ours:
+    if _ours is None:
         return
     with nothing_left(_own_node()):
         ray.shutdown()
-    _joined, _ours = None, False
+    ray_tokens.forget(_ours)
+    _joined = _ours = None
 
 
 def _own_node() -> Any:

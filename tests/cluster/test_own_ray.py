@@ -10,15 +10,17 @@ from collections.abc import Callable
 
 import pytest
 import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from support.runs import ROOT, environment, model
 from support.waiting_worker import WaitingWorker
 
 from megatron_stare.cluster import ray as on_ray
+from megatron_stare.cluster import ray_tokens
 from megatron_stare.cluster.ray_runner import RayRunner, preview
 from megatron_stare.config.load import load_config, validate
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, UserError
 
 RECORDED = "RAY_task_events_report_interval_ms"
 SECONDS = 60.0
@@ -86,3 +88,30 @@ def test_a_ray_of_the_users_program_is_left_alone(
     with pytest.raises(ConfigError, match="this process is connected to Ray already"):
         begun(config)
     assert ended == []
+
+
+def not_started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Starts a Ray that stops where its first process would start. Returns the environment that
+    this process would have inherited."""
+    inherited: dict[str, str] = {}
+
+    def node(*_: object, **__: object) -> None:
+        inherited.update(os.environ)
+        raise OSError("as told")
+
+    monkeypatch.setattr("ray._private.node.Node", node)
+    with pytest.raises(UserError, match="Ray does not start: as told"):
+        on_ray.start_ray(validate({"model": {"path": "m"}}, "a.yaml"))
+    return inherited
+
+
+def test_a_cluster_is_asked_for_tokens_after_a_ray_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours has tokens; a driver with tokens would refuse the calls of a cluster without."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert not_started(monkeypatch)["RAY_AUTH_MODE"] == "token"
+    assert "RAY_AUTH_MODE" not in os.environ
+    assert get_authentication_mode() == AuthenticationMode.DISABLED
+    asked: list[str] = []
+    monkeypatch.setattr(ray_tokens, "GcsClient", lambda address: asked.append(address))
+    ray_tokens.authenticate("127.0.0.1:1")
+    assert asked == ["127.0.0.1:1"]

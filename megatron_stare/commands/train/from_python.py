@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ from megatron_stare.process.signs_of_life import say
 from megatron_stare.registry import forget_files
 
 _one = threading.Lock()  # held by the run of this process
+HUB = "huggingface_hub.constants"
 
 
 def run(
@@ -31,9 +35,10 @@ def run(
     """Trains as `megatron-stare train` does, with the same checks, and returns the run directory.
 
     `run` can be called from any thread, even if an event loop is running in the thread, as in a
-    notebook. In the main thread, the first Ctrl-C or the first interrupt from a notebook saves the
-    last complete step and raises KeyboardInterrupt, as soon as code that cannot be interrupted has
-    ended. A second interrupt kills the process and its child processes at once, without saving.
+    notebook. The environment variables are the same after the call as before. In the main thread,
+    the first Ctrl-C or the first interrupt from a notebook saves the last complete step and raises
+    KeyboardInterrupt, as soon as code that cannot be interrupted has ended. A second interrupt kills
+    the process and its child processes at once, without saving.
 
     Files that the configuration names as file.py:name are read anew by every call. Modules that
     these files import are not.
@@ -76,10 +81,26 @@ def run(
             "another run is under way in this process", fix="wait for it, or use another process"
         )
     try:
-        _beside_any_loop(partial(on_driver_thread, body, _how_far, hurries=False))
+        with _environment_kept():
+            _beside_any_loop(partial(on_driver_thread, body, _how_far, hurries=False))
     finally:
         _one.release()
     return found[0]
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Undoes a run's changes of the environment variables at the end. Otherwise the settings of a
+    run would hold in the program's next run, and huggingface_hub would refuse downloads."""
+    before, known = dict(os.environ), HUB in sys.modules
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        if not known and HUB in sys.modules:
+            importlib.reload(sys.modules[HUB])  # the run imported it with HF_HUB_OFFLINE=1
 
 
 def _beside_any_loop(body: Any) -> None:

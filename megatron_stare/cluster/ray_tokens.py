@@ -1,0 +1,48 @@
+"""Sets up Ray's token authentication in this process, and undoes it after the Ray session."""
+
+from __future__ import annotations
+
+import os
+
+from ray import exceptions as said
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._raylet import (  # type: ignore[attr-defined]
+    AuthenticationTokenLoader,
+    Config,
+    GcsClient,
+)
+
+MODE = "RAY_AUTH_MODE"
+
+
+def unset() -> frozenset[str]:
+    """Returns the names of the environment variables of token authentication that are not set."""
+    return frozenset({MODE} - os.environ.keys())
+
+
+def forget(names: frozenset[str]) -> None:
+    """Removes the variables that a Ray session has set, so that the process's next session chooses
+    anew. Ray keeps the values that it has read, so it must read them again."""
+    for name in names:
+        os.environ.pop(name, None)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def authenticate(address: str) -> None:
+    """Switches on Ray's token authentication in this process and its children if the head at
+    `address` asks for a token. A head that a user started with `ray start` asks for a token if the
+    user has a token. By default, a run that starts Ray itself leaves a token in the user's file
+    ~/.ray/auth_token. By default, a cluster that scripts/ray_up.sh started neither asks for tokens
+    nor sends tokens. A driver with token authentication would refuse calls from a cluster that
+    sends no tokens, so no actor would start. Does nothing if RAY_AUTH_MODE is set."""
+    if MODE in os.environ:
+        return
+    try:
+        GcsClient(address=address)
+    except said.AuthenticationError:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except Exception:  # `ray.init` says what is wrong
+        return
