@@ -16,6 +16,7 @@ from megatron_stare.config.performance import environment
 from megatron_stare.config.process_settings import shared_environment
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.backend.layout import leave, require_alone
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.process.interruption import poll, temporary_folder
 from megatron_stare.process.network import LOOPBACK
@@ -117,10 +118,14 @@ class InlineRunner:
 
     Args:
         tell: a function that is called with a line of text before each start that takes seconds.
+
+    Raises:
+        UserError: this process belongs to a process group of torch.distributed already.
     """
 
     def __init__(self, run: ResolvedRun, tell: Callable[[str], None] = unsaid) -> None:
         config, self._tell = run.config, tell
+        require_alone()
         # before the rank's first CUDA call, which reads them
         os.environ.update(shared_environment(config) | environment(config))
         self._rendezvous = contextlib.ExitStack()
@@ -143,7 +148,12 @@ class InlineRunner:
 
     def _trainers(self, run: ResolvedRun) -> TrainerGroup:
         self._tell(f"building the trainer of {run.config.model.path} ...")
-        workers = InlineWorkers([Trainer(run, 0, f"file://{self._meeting}")])
+        try:
+            trainer = Trainer(run, 0, f"file://{self._meeting}")
+        except BaseException:
+            leave()  # else this process could not build a trainer again
+            raise
+        workers = InlineWorkers([trainer])
         self._started.append(workers)
         return TrainerGroup(workers, plan_rules(run))
 

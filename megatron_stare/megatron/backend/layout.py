@@ -53,6 +53,16 @@ class Layout:
         return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
 
 
+def require_alone() -> None:
+    """Raises UserError if this process belongs to a process group of torch.distributed already."""
+    if dist.is_initialized():
+        raise UserError(
+            "this process belongs to a process group of torch.distributed already",
+            where="runtime.runner",
+            fix="leave it by torch.distributed.destroy_process_group(), or run in another process",
+        )
+
+
 def join(
     parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float
 ) -> Layout:
