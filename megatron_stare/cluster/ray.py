@@ -34,11 +34,15 @@ from ray.util.scheduling_strategies import (
 from megatron_stare.cluster import ray_tokens
 from megatron_stare.cluster.placed import Spot
 from megatron_stare.cluster.ray_processes import (
+    EVERY_RAY,
+    STARTED,
     ended,
     half_started,
     loss_behind,
     nothing_left,
+    own_folder,
     own_group,
+    prefer,
     undo,
 )
 from megatron_stare.cluster.routes import Door, Tried
@@ -74,15 +78,11 @@ ENDED_S = 60.0  # seconds for a worker to close before it is replaced; its serve
 PROBE_S = 1.0
 HEAD_S = 20.0  # seconds without a control store until a cluster counts as lost; Ray's limit is 60
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-# milliseconds between reports of calls. 0: none; otherwise Ray's control store records the last
-# 100,000 calls and grows for days
-TASK_EVENTS = "RAY_task_events_report_interval_ms"
 LOCAL = "local"  # else Ray would join a cluster that happens to run on this machine
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
 _joined: Listener | None = None  # the control store of the cluster that was joined
-# settings to remove at the end of the session that `start_ray` opened; None: there is no session,
-# or the user's program opened it
+# settings to remove at the end of a session that `start_ray` opened, or None without such a session
 _ours: frozenset[str] | None = None
 
 
@@ -468,14 +468,13 @@ def start_ray(config: Config) -> None:
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     # silence Ray's harmless notice that the cluster requires a token
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    prefer(EVERY_RAY)
     if config.runtime.ray_address:
         address = config.runtime.ray_address
         fix = (
             f"is a cluster running there? `ray status --address {address}` asks it; "
             "leave the setting out to start Ray on this machine"
         )
-        # the same for the driver's own Ray processes; scripts/ray_up.sh sets it on the nodes
-        os.environ.setdefault(TASK_EVENTS, "0")
         # Ray resolves this machine's own name to its network address
         head = Listener(address, ray.util.get_node_ip_address())
         # without this check Ray would retry, with messages, for ten minutes
@@ -485,21 +484,19 @@ def start_ray(config: Config) -> None:
         _joined = head
         return
     os.environ.setdefault(GLOO_INTERFACE, "lo")
-    # Ray's future default; without it Ray prints a notice
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # do not start idle workers, which take memory
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault(TASK_EVENTS, "0")
-    store = config.runtime.object_store_mb * 2**20
-    fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
-    new = {"address": LOCAL, "object_store_memory": store, "_node_ip_address": LOOPBACK}
-    _init("Ray does not start", "runtime", fix, **new, **common)
+    prefer(STARTED)
+    store, folder = config.runtime.object_store_mb * 2**20, own_folder()
+    fix = f"is the machine very busy or out of memory? Its logs are in {folder}/session_latest/logs"
+    new = {"object_store_memory": store, "_node_ip_address": LOOPBACK, "_temp_dir": folder}
+    _init("Ray does not start", "runtime", fix, address=LOCAL, **new, **common)
 
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     global _ours
     _ours = ray_tokens.unset()
-    if settings["address"] != LOCAL:
+    if settings["address"] == LOCAL:
+        ray_tokens.require_token()
+    else:
         ray_tokens.authenticate(settings["address"])
     try:
         # Ray cannot shut down an interrupted start

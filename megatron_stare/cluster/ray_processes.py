@@ -1,4 +1,5 @@
-"""Watches the processes of a locally started Ray, and ends the processes that Ray leaves behind."""
+"""Chooses settings of Ray's processes, watches the processes of a locally started Ray, and ends the
+processes that Ray leaves behind."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -16,10 +17,40 @@ from megatron_stare.errors import UserError
 from megatron_stare.process.workers import WorkerLostError
 
 NEEDED = {"raylet": "agent (raylet)", "gcs_server": "control store (GCS)"}
+# environment variables of the driver's Ray processes; scripts/ray_up.sh sets them on the nodes
+EVERY_RAY = {
+    # milliseconds between reports of calls. 0: none; otherwise Ray's control store records the last
+    # 100,000 calls and grows for days
+    "RAY_task_events_report_interval_ms": "0",
+}
+# environment variables of a Ray that this process starts
+STARTED = {
+    # Ray's future default; without it Ray prints a notice
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # do not start idle workers, which take memory
+    "RAY_prestart_worker_first_driver": "0",
+}
 AGENT = "RAY_RAYLET_PID"  # variable in the environment of processes that the raylet starts
 DEATH_S = 10.0  # seconds within which Ray notices the death of a process
 LOOK_S = 0.1  # seconds between two queries of Ray's state
+TMPDIR_BYTES = 39  # longer, Ray's paths of sockets below it have more than the 107 bytes allowed
 LEFT_S = 10.0  # seconds that workers get to end after their raylet has ended
+
+
+def prefer(variables: Mapping[str, str]) -> None:
+    """Sets environment variables that the user has not set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def own_folder() -> str:
+    """Returns the folder for the sockets and logs of a Ray that this process starts. The folder is
+    that of Ray's defaults: in RAY_TMPDIR, else in TMPDIR, else in /tmp. A TMPDIR whose path is too
+    long for sockets, as on many Slurm clusters, is not used."""
+    place = os.environ.get("TMPDIR", "/tmp")
+    if len(os.fsencode(place)) > TMPDIR_BYTES:
+        place = "/tmp"
+    return os.path.join(os.environ.get("RAY_TMPDIR", place), "ray")
 
 
 def ended(node: Any) -> str | None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 
 from ray import exceptions as said
+from ray._private.authentication.authentication_token_generator import (
+    generate_new_authentication_token,
+)
 from ray._private.authentication.authentication_token_setup import (
+    generate_and_save_token,
     maybe_enable_token_auth_if_token_available,
 )
 from ray._raylet import (  # type: ignore[attr-defined]
@@ -14,12 +18,12 @@ from ray._raylet import (  # type: ignore[attr-defined]
     GcsClient,
 )
 
-MODE = "RAY_AUTH_MODE"
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 def unset() -> frozenset[str]:
     """Returns the names of the environment variables of token authentication that are not set."""
-    return frozenset({MODE} - os.environ.keys())
+    return frozenset({MODE, TOKEN} - os.environ.keys())
 
 
 def forget(names: frozenset[str]) -> None:
@@ -29,6 +33,22 @@ def forget(names: frozenset[str]) -> None:
         os.environ.pop(name, None)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+def require_token() -> None:
+    """Makes sure that a Ray which this process is about to start finds a token. By default, Ray
+    writes a new token to ~/.ray/auth_token, and does not start if it cannot, as for a container's
+    user without a home. In this case the token is in the environment of this process and its
+    children alone. Does nothing if a variable of token authentication is set."""
+    loader = AuthenticationTokenLoader.instance()
+    given = os.environ.keys() & {MODE, TOKEN, TOKEN_PATH}
+    if given or loader.has_token(ignore_auth_mode=True):
+        return
+    try:
+        generate_and_save_token()
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        os.environ[TOKEN] = generate_new_authentication_token()
+    loader.reset_cache()
 
 
 def authenticate(address: str) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -90,28 +92,120 @@ def test_a_ray_of_the_users_program_is_left_alone(
     assert ended == []
 
 
-def not_started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def not_started(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], str, str | None]:
     """Starts a Ray that stops where its first process would start. Returns the environment that
-    this process would have inherited."""
-    inherited: dict[str, str] = {}
+    this process would have inherited, Ray's folder, and the advice."""
+    found: list[tuple[dict[str, str], str]] = []
 
-    def node(*_: object, **__: object) -> None:
-        inherited.update(os.environ)
+    def node(ray_params: Any, **_: object) -> None:
+        found.append((dict(os.environ), ray_params.temp_dir))
         raise OSError("as told")
 
     monkeypatch.setattr("ray._private.node.Node", node)
-    with pytest.raises(UserError, match="Ray does not start: as told"):
+    with pytest.raises(UserError, match="Ray does not start: as told") as error:
         on_ray.start_ray(validate({"model": {"path": "m"}}, "a.yaml"))
-    return inherited
+    ((inherited, folder),) = found
+    return inherited, folder, error.value.fix
 
 
 def test_a_cluster_is_asked_for_tokens_after_a_ray_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours has tokens; a driver with tokens would refuse the calls of a cluster without."""
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    assert not_started(monkeypatch)["RAY_AUTH_MODE"] == "token"
+    inherited, *_ = not_started(monkeypatch)
+    assert inherited["RAY_AUTH_MODE"] == "token"
     assert "RAY_AUTH_MODE" not in os.environ
     assert get_authentication_mode() == AuthenticationMode.DISABLED
     asked: list[str] = []
     monkeypatch.setattr(ray_tokens, "GcsClient", lambda address: asked.append(address))
     ray_tokens.authenticate("127.0.0.1:1")
     assert asked == ["127.0.0.1:1"]
+
+
+AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+def test_a_ray_of_ours_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a container's user, for example. The token is forgotten with its Ray."""
+    for name in AUTHENTICATION:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/proc/none")
+    ray_tokens.forget(frozenset())  # Ray may have read the token of another home
+    inherited, *_ = not_started(monkeypatch)
+    assert len(inherited["RAY_AUTH_TOKEN"]) == 64
+    assert os.environ.keys().isdisjoint(AUTHENTICATION)
+
+
+def test_a_token_of_the_home_is_used_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in AUTHENTICATION:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ray_tokens.forget(frozenset())
+    tokens = []
+    for _ in range(2):
+        inherited, *_ = not_started(monkeypatch)
+        assert "RAY_AUTH_TOKEN" not in inherited
+        tokens.append((tmp_path / ".ray" / "auth_token").read_text())
+    assert tokens[0] == tokens[1]
+
+
+LONG = "/" + "a" * 59
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({}, "/tmp/ray"),
+        ({"TMPDIR": "/scratch"}, "/scratch/ray"),
+        ({"TMPDIR": LONG[:39]}, f"{LONG[:39]}/ray"),
+        ({"TMPDIR": LONG[:40]}, "/tmp/ray"),
+        ({"TMPDIR": LONG, "RAY_TMPDIR": "/local"}, "/local/ray"),
+        ({"RAY_TMPDIR": LONG}, f"{LONG}/ray"),  # Ray says that it is too long
+    ],
+)
+def test_the_folder_of_a_ray_of_ours(
+    given: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sockets fit into it, and the advice names it."""
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    _, chosen, advice = not_started(monkeypatch)
+    assert chosen == folder
+    assert f"{folder}/session_latest/logs" in str(advice)
+
+
+HOMELESS = """
+import os
+from support.waiting_worker import WaitingWorker
+from megatron_stare.cluster import ray as on_ray
+from megatron_stare.config.load import validate
+on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml"))
+workers = on_ray.start_actors([{}], 1, "rank", 60)
+workers.build(WaitingWorker, [()])
+print(workers.call("pid")[0] != os.getpid(), len(os.environ["RAY_AUTH_TOKEN"]))
+on_ray.leave_ray()
+"""
+
+
+@pytest.mark.wide
+def test_it_starts_without_a_home_and_with_a_long_folder(tmp_path: Path) -> None:
+    """And its workers are let in."""
+    place = tmp_path / ("a" * 60)
+    place.mkdir()
+    kept = {
+        name: value
+        for name, value in environment().items()
+        if name not in (*AUTHENTICATION, "RAY_TMPDIR")
+    }
+    own = {"HOME": "/proc/none", "TMPDIR": str(place)}
+    done = subprocess.run(
+        [sys.executable, "-c", HOMELESS],
+        env={**kept, **own, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "True 64\n", done.stderr
+    assert list(place.iterdir()) == []
