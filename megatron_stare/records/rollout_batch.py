@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
-from megatron_stare.records.trajectory import Trajectory, VersionRuns, covering, runs_between
+from megatron_stare.records.trajectory import Trajectory, VersionRuns, runs_between, unknown
 
 
 @dataclass(frozen=True)
@@ -360,8 +360,14 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
-    named = [t.experts for t in ordered if t.experts is not None]
-    if not named:
+    """Moves the experts of all tokens from the trajectories into one column [T, L, K]. Each
+    trajectory releases its experts as soon as they are copied, because the column of a large batch
+    takes tens of gigabytes.
+
+    An engine does not name the experts of a response's last token, because it never runs its model
+    on this token. All experts that the engine did not name are marked as unknown."""
+    first = next((t for t in ordered if t.experts is not None), None)
+    if first is None:
         return None
     if missing := [t for t in ordered if t.experts is None and t.reward_status != "given_up"]:
         raise DataError(
@@ -373,20 +379,24 @@ def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
                 " `experts`"
             ),
         )
-    known = [named[0][:0] if t.experts is None else t.experts for t in ordered]
     if several := [t for t in ordered if t.branches]:
         raise DataError(
             "the engine's routing cannot be replayed in a response of several branches",
             where=f"prompt {several[0].prompt.id}, sample {several[0].sample_index}",
             fix="moe.routing_replay=false",
         )
-    parts = [
-        covering(each, len(t.prompt.token_ids) + len(t))
-        for each, t in zip(known, ordered, strict=True)
-    ]
-    for trajectory in ordered:
+    assert first.experts is not None
+    (_, *shape), dtype = first.experts.shape, first.experts.dtype
+    lengths = [len(t.prompt.token_ids) + len(t) for t in ordered]
+    column = torch.empty((sum(lengths), *shape), dtype=dtype)
+    for trajectory, rows in zip(ordered, column.split(lengths), strict=True):
+        named = 0
+        if trajectory.experts is not None:
+            named = len(trajectory.experts)
+            rows[:named] = trajectory.experts
+        rows[named:] = unknown(dtype)
         trajectory.experts = None
-    return _joined(parts, parts[0].dtype)
+    return column
 
 
 def _check(trajectory: Trajectory) -> None:

@@ -175,15 +175,3 @@ def unknown(dtype: torch.dtype) -> int:
     """Returns the number that stands for an unknown expert; no expert has this number. Where the
     engine's expert is unknown, the trainer's router chooses an expert."""
     return torch.iinfo(dtype).max
-
-
-def covering(column: Tensor, tokens: int) -> Tensor:
-    """Returns the experts [tokens, L, K] of all tokens of a sequence. The argument `tokens` is the
-    length of the sequence. The argument `column` [m, L, K] holds the experts of the first m tokens,
-    and m must not exceed the length of the sequence. If the sequence has more than m tokens, the
-    experts of its remaining tokens are marked as unknown. The experts of a response's last token
-    are always unknown, because the engine never runs its model on the last token."""
-    more = torch.full(
-        (tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype
-    )
-    return torch.cat([column, more])

@@ -3,6 +3,10 @@ and shares."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +16,6 @@ from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import (
     Trajectory,
-    covering,
     routing_column,
     sampled_trajectory,
     unknown,
@@ -84,6 +87,43 @@ def test_all_trajectories_name_their_experts_or_none_does() -> None:
 
 
 def test_what_an_engine_never_fed_is_unknown() -> None:
-    column = torch.zeros(2, 1, 1, dtype=torch.int16)
-    assert covering(column, 3).flatten().tolist() == [0, 0, 32767]
-    assert covering(column, 3).dtype == torch.int16
+    trajectory = sampled_trajectory(Prompt(0, "0", "", "", (5,)), 0, [6, 7], [-1.0, -1.0])
+    trajectory.experts = torch.zeros(2, 1, 1, dtype=torch.int16)
+    column = RolloutBatch.from_trajectories([trajectory]).experts
+    assert column is not None and column.dtype == torch.int16
+    assert column.flatten().tolist() == [0, 0, 32767]
+
+
+def test_more_experts_than_tokens_are_refused() -> None:
+    long = named(PROMPTS[0], 0, 2, 6)
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        RolloutBatch.from_trajectories([long, named(PROMPTS[1], 0, 3, 4)])
+
+
+# In a process of its own, whose peak is not above everything that a batch takes.
+ASSEMBLY = """
+import re
+import torch
+from megatron_stare.records.batch import Prompt
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import sampled_trajectory
+
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+prompt = Prompt(0, "0", "", "", (5,))
+made = [sampled_trajectory(prompt, n, range(20), [-1.0] * 20) for n in range(50)]
+for trajectory in made:
+    trajectory.experts = torch.ones(20, 100, 1000, dtype=torch.uint8)
+before = peak()
+batch = RolloutBatch.from_trajectories(made)
+print((peak() - before) / batch.experts.nbytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells no peak")
+def test_a_batch_takes_over_the_experts_without_a_second_copy() -> None:
+    """The experts of these 50 responses take 100 MB."""
+    done = subprocess.run([sys.executable, "-c", ASSEMBLY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.5  # of the column, above the trajectories with their experts
