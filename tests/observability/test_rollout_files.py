@@ -6,10 +6,13 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -148,14 +151,19 @@ def test_reading_them_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and one that ends a sequence."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE({c: i for i, c in enumerate(alphabet)} | {"<eos>": 256}, merges=[])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
+    fast = bytes_tokenizer()
     ids = [*fast("a é🙂\nb").input_ids, 256]
     texts = token_texts(ids, fast)
     assert texts == ["a", " ", "", "é", "", "", "", "🙂", "\n", "b", "<eos>"]
@@ -163,3 +171,36 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
     # cut within a character: nothing is lost
     assert "".join(token_texts(ids[:6], fast)) == fast.decode(ids[:6])
     assert token_texts([], fast) == []
+
+
+@given(st.lists(st.integers(0, 12), max_size=80))
+def test_no_text_is_lost_whatever_the_bytes(numbers: list[int]) -> None:
+    fast = bytes_tokenizer()
+    pieces = [*fast("a é🙂\ufffd").input_ids, 256, 300]  # the last is no token, and has no text
+    ids = [pieces[number] for number in numbers]
+    assert "".join(token_texts(ids, fast)) == fast.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["lone bytes", "U+FFFD", "no text"])
+def test_a_loop_without_a_character_is_read_in_linear_time(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = bytes_tokenizer()
+    loop = {
+        "lone bytes": fast("é").input_ids[1:],
+        "U+FFFD": fast("\ufffd").input_ids,
+        "no text": [300],
+    }[kind]
+    ids = [*fast("ab").input_ids, *(loop * 4_000)[:4_000], *fast("cd").input_ids]
+    whole, decoded, decode = fast.decode(ids), 0, fast.decode
+
+    def counting(part: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(part)
+        return decode(part)
+
+    monkeypatch.setattr(fast, "decode", counting)
+    texts = token_texts(ids, fast)
+    assert "".join(texts) == whole
+    assert texts[:2] == ["a", "b"] and texts[-1] == "d"
+    assert decoded < 20 * len(ids)

@@ -21,6 +21,7 @@ from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, runs_betw
 from megatron_stare.rollout.engines.engine import GenerateResult
 
 _PROBE = "What is 31*1234?\nIt's 6 + 5."  # tokenizers split its numbers and words differently
+_LONG_RUN = 8  # tokens; twice the tokens that a character takes at most
 # raised by transformers for a file with invalid JSON, or with a field missing or of a wrong type
 _INVALID = (OSError, ValueError, TypeError, LookupError, StrictDataclassError)
 
@@ -215,9 +216,18 @@ def sampled_text(
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the text of every token, including special tokens. The concatenated texts of all
     tokens are the text of the sequence. If several tokens together encode one character, the last
-    of these tokens gets the character, and the other tokens get ""."""
+    of these tokens gets the character, and the other tokens get "". In a long run of tokens without
+    a whole character, a later token may get the character."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
+        held = end - read
+        # Decoding a long run again at each of its tokens would take quadratic time. Within a long
+        # run, only lengths that are powers of two, and tokens with text of their own, are decoded.
+        if held > _LONG_RUN and held & (held - 1) and end < len(ids):
+            alone = tokenizer.decode(ids[end - 1 : end])
+            if not alone or alone.endswith("\ufffd"):
+                texts.append("")
+                continue
         # decoded together with the tokens before it, on which spaces and split characters depend
         known, longer = tokenizer.decode(ids[start:read]), tokenizer.decode(ids[start:end])
         whole = end == len(ids) or (len(longer) > len(known) and not longer.endswith("\ufffd"))
