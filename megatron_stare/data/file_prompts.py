@@ -208,13 +208,15 @@ class FilePrompts:
         self._cursor = state["cursor"]
         # runs of earlier releases keep their mixing rule
         self._by_deadline = bool(state.get("by_deadline", 0))
+        # Whenever the cursor is a multiple of the summed weights, every file's share is an integer.
+        # Under the deadline rule, the file's count differs from the share by less than 1, so the
+        # two are equal. Only the prompts after the last such multiple are replayed.
+        whole = sum(part.weight for part in self._parts)
+        rounds = self._cursor // whole if self._by_deadline or len(self._parts) == 1 else 0
         for part in self._parts:
-            part.taken = 0
-        if len(self._parts) == 1:
-            self._parts[0].taken = self._cursor
-        else:
-            for cursor in range(self._cursor):
-                self._part(cursor).taken += 1
+            part.taken = rounds * part.weight
+        for cursor in range(rounds * whole, self._cursor):
+            self._part(cursor).taken += 1
 
     def _part(self, cursor: int) -> _Part:
         """Returns the file that supplies the prompt at position `cursor`.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
 
 from megatron_stare.config.load import validate, with_absolute_paths
+from megatron_stare.config.rollout_sections import MixtureFile
 from megatron_stare.data.cleaning import Contamination, without_repeats
 from megatron_stare.data.file_prompts import FilePrompts, _Part
 from megatron_stare.data.prompt_source import make_source
@@ -244,6 +245,35 @@ def test_shares_of_any_weights_are_kept(weights):
         assert all(
             abs(part.taken * total - part.weight * (cursor + 1)) < total for part in mixed._parts
         )
+
+
+class Replayed(FilePrompts):
+    """A mixture without files that counts the prompts it replays."""
+
+    def __init__(self, weights):
+        self._by_deadline, self._cursor, self._checksum, self.replayed = True, 0, 1, 0
+        self._parts = [_Part(MixtureFile(path="", weight=each), each, []) for each in weights]
+
+    def _part(self, cursor):
+        self.replayed += 1
+        assert self.replayed <= 400, "more than a round"
+        return super()._part(cursor)
+
+
+@hypothesis.given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 400))
+@hypothesis.settings(deadline=None)
+def test_a_mixture_replays_less_than_a_round_of_its_weights(weights, cursor):
+    """At each multiple of the summed weights, every file has supplied exactly its share."""
+    walked, resumed = Replayed(weights), Replayed(weights)
+    for at in range(cursor):
+        walked._part(at).taken += 1
+    resumed.restore({"cursor": cursor, "checksum": 1, "by_deadline": 1})
+    assert [part.taken for part in resumed._parts] == [part.taken for part in walked._parts]
+    far = 10**6 * sum(weights) + cursor
+    resumed.replayed = 0
+    resumed.restore({"cursor": far, "checksum": 1, "by_deadline": 1})
+    assert sum(part.taken for part in resumed._parts) == far
+    assert resumed.replayed < sum(weights)
 
 
 def test_a_mixture_that_an_earlier_release_began_goes_on_in_its_order(tmp_path):
