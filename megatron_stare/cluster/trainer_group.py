@@ -192,12 +192,14 @@ class TrainerGroup:
     ) -> list[Any]:
         """Calls `method` on every worker, with the part of the batch that belongs to the worker's
         data-parallel rank. All workers of one data-parallel rank use the same stored copy of this
-        part."""
+        part. They also use the same stored copy of a tensor in `args`."""
+        # A handle must be an argument by itself; one within a list would not be fetched.
+        given = [self._workers.share(arg) if isinstance(arg, Tensor) else arg for arg in args]
         ranks = sorted(set(self._data_ranks))
         parts = batch.shares(plan.branches_of(rank) for rank in ranks)
         shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
         started = [
-            self._workers.start_on(worker, method, shares[rank], plan, *args)
+            self._workers.start_on(worker, method, shares[rank], plan, *given)
             for worker, rank in enumerate(self._data_ranks)
         ]
         return self._workers.wait(started)

@@ -4,6 +4,7 @@ worker its own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import random_batch
+from torch import Tensor
 
 from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.cluster.trainer_group import TrainerGroup
@@ -44,6 +46,12 @@ class Rank:
         self.given.append((versions, temperature))
         return FOUND if self._reports else None
 
+    def compare_with(
+        self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
+    ) -> list[LogProbDifference] | None:
+        self.given.append((engines, temperature))
+        return [FOUND] if self._reports else None
+
     def update(
         self, number: int, dump_to: str | None, watched: Sequence[int], norm_limit: float
     ) -> tuple[dict[str, float], dict[str, float]] | None:
@@ -58,6 +66,30 @@ class Counting(InlineWorkers):
     def share(self, value: Any) -> Any:
         self.shared += 1
         return super().share(value)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Handle of a value that is put for the workers."""
+
+    value: Any
+
+
+class Storing(InlineWorkers):
+    """Workers that fetch what is put for them, if its handle is an argument by itself."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        super().__init__(workers)
+        self.stored: list[Any] = []
+
+    def share(self, value: Any) -> Any:
+        self.stored.append(value)
+        return Stored(value)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Any:
+        assert not any(isinstance(arg, Tensor) for arg in args), "sent to every worker by itself"
+        fetched = (arg.value if isinstance(arg, Stored) else arg for arg in args)
+        return super().start_on(worker, method, *fetched)
 
 
 @pytest.mark.parametrize("data_ranks", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1]])
@@ -78,6 +110,16 @@ def test_each_worker_is_given_its_data_ranks_share(data_ranks: list[int]) -> Non
     assert trainers.compare() is FOUND
     assert all(rank.given[1] == ([0, 4], None) for rank in ranks)
     assert workers.shared == 2  # what lies on the ranks is compared, and nothing sent again
+
+
+def test_a_tensor_for_all_workers_is_put_for_them_once() -> None:
+    ranks = [Rank(number // 2, reports=number == 3) for number in range(4)]
+    workers = Storing(ranks)
+    batch = random_batch(1, 8)
+    assert TrainerGroup(workers, RULES).mean_loss(batch) == FOUND.everywhere.mean
+    zeros = torch.zeros(1, len(batch.loss_mask))
+    assert all(torch.equal(rank.given[0][0], zeros) for rank in ranks)
+    assert sum(isinstance(value, Tensor) for value in workers.stored) == 1
 
 
 def test_the_driver_writes_the_first_mini_batch(tmp_path: Path) -> None:
