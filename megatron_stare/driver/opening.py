@@ -300,7 +300,8 @@ def finished_run(config: Config, from_step: int | None = None) -> Path | None:
         return None
     planned = load_recorded(path / CONFIG).run.steps
     whole = state.step == config.run.steps == planned and exported_step(path / "hf") == state.step
-    evaluated = all(
-        state.step in evaluated_steps(path, task.name) for task in evaluation_tasks(config)
-    )
-    return path if whole and evaluated else None
+    if not whole:
+        return None
+    done = evaluated_steps(path)
+    evaluated = all((state.step, task.name) in done for task in evaluation_tasks(config))
+    return path if evaluated else None

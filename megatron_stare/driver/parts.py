@@ -303,14 +303,18 @@ class HeldOut(Part):
         self._looking = looking
         # weight version on the reserved engines
         self._held: int | None = None
+        # steps with their tasks, read at the first evaluation: eval.jsonl may grow to gigabytes
+        self._evaluated: set[tuple[int, str | None]] | None = None
 
     def after_step(self) -> None:
         """Runs every evaluation that is due at the current step and is not recorded yet."""
         step, every = self._state.step, self._config.eval.every
         if step not in (0, self._config.run.steps) and not (every > 0 and step % every == 0):
             return
+        if self._evaluated is None:
+            self._evaluated = evaluated_steps(self._dir.path)
         for evaluation in self._evaluations:
-            if step in evaluated_steps(self._dir.path, evaluation.task.name):
+            if (step, evaluation.task.name) in self._evaluated:
                 continue
             with (
                 self._phase("eval"),
@@ -320,6 +324,7 @@ class HeldOut(Part):
             ):
                 found = evaluator.evaluate(evaluation, step, self._samples.version, self._progress)
             self._monitor.evaluation(found.record)
+            self._evaluated.add((step, evaluation.task.name))
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[Evaluator]:

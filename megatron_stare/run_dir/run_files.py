@@ -219,11 +219,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def evaluated_steps(run_dir: Path, task: str | None) -> set[int]:
-    """Returns the steps whose weights were evaluated on a task, or on the run's own task if `task`
-    is None. The result is empty if there is no eval.jsonl."""
-    return {
-        int(record["step"])
-        for record in read_jsonl(run_dir / EVAL_FILE)
-        if record.get("task") == task
-    }
+def evaluated_steps(run_dir: Path) -> set[tuple[int, str | None]]:
+    """Returns the steps whose weights were evaluated, each with the name of the task, or with None
+    for the run's own task. The result is empty if there is no eval.jsonl."""
+    return {(int(record["step"]), record.get("task")) for record in read_jsonl(run_dir / EVAL_FILE)}

@@ -260,12 +260,8 @@ def test_what_was_evaluated_is_known_by_task(tmp_path: Path) -> None:
         {"step": 5, "task": "b"},
     ]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [evaluated_steps(tmp_path, task) for task in (None, "a", "b", "c")] == [
-        {0},
-        {0, 5},
-        {5},
-        set(),
-    ]
+    assert evaluated_steps(tmp_path) == {(0, None), (0, "a"), (5, "a"), (5, "b")}
+    assert evaluated_steps(tmp_path / "elsewhere") == set()
 
 
 def block(page: str, language: str) -> str:
