@@ -1,9 +1,11 @@
 """The signals of reward hacking against numbers worked out by hand."""
 
 import math
+import threading
 import tracemalloc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -81,6 +83,28 @@ def test_repetition_of_a_large_batch_takes_the_memory_of_a_response():
         assert tracemalloc.get_traced_memory()[1] < 8 * 20_000 * 20
     finally:
         tracemalloc.stop()
+
+
+def test_repetition_in_a_response_of_a_large_vocabulary():
+    """Half of it is a copy: hashes of equal n-grams are equal, of others different."""
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 152_000, (10_000,), generator=draw, dtype=torch.int32)
+    assert repetition([torch.cat([ids, ids])]) == (10_000 - 3) / (20_000 - 3)
+
+
+def test_responses_are_counted_beside_each_other():
+    """8,192 responses one after the other would keep all GPUs waiting for seconds."""
+    both = threading.Barrier(2, timeout=20)
+
+    class Waiting:
+        def __len__(self):
+            return 4
+
+        def numpy(self):
+            both.wait()  # until the other one is counted, too
+            return np.arange(4)
+
+    assert repetition([Waiting(), Waiting()]) == 0
 
 
 def test_no_n_grams():

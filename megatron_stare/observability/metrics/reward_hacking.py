@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import StatisticsError, correlation, fmean
 from typing import TYPE_CHECKING
 
@@ -61,7 +63,8 @@ METRICS = (
 )
 
 NGRAM = 4  # tokens: sequences of two repeat in any prose, sequences of four hardly ever
-INT64_MAX = 2**63 - 1
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, 2^64 divided by the golden ratio
+_THREADS = 4  # numpy sorts without the GIL; each thread holds a few copies of a response
 FEW_TOKENS = 8  # "The answer is" and a box fit; a line of calculation does not
 
 
@@ -113,29 +116,30 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     n-gram at an earlier position. `responses` contains one 1-dim tensor of token ids for each
     response.
 
-    Each n-gram of a response is encoded as one int64 number with one digit for each token of the
-    n-gram. The digit of a token is the index of its token id in the sorted list of the response's
-    distinct token ids. The numbers are sorted with numpy, because torch would take ten times as
-    long. Sorting each response by itself is faster than sorting the whole batch, and needs little
-    memory.
+    Each n-gram of a response is hashed to 64 bits, and the hashes are sorted. In a response of
+    20,480 tokens, two different n-grams have the same hash with a probability of about 1e-11. The
+    exact numbers of n-grams would have to be sorted twice. numpy sorts, because torch would take
+    ten times as long. Sorting each response by itself is faster than sorting the whole batch, and
+    needs little memory.
     """
-    total = repeated = 0
-    for tokens in responses:
-        grams = len(tokens) - n + 1
-        if grams < 1:
-            continue
-        ranks = np.unique(tokens.numpy(), return_inverse=True)[1].astype(np.int64)
-        base = int(ranks.max()) + 1
-        numbers, end = ranks[:grams], base  # all numbers are below `end`
-        for i in range(1, n):
-            # A further digit would overflow an int64, so the number is replaced by its rank.
-            if end * base > INT64_MAX:
-                numbers, end = np.unique(numbers, return_inverse=True)[1], grams
-            numbers, end = numbers * base + ranks[i : i + grams], end * base
-        ordered = np.sort(numbers)
-        total += grams
-        repeated += int(np.count_nonzero(ordered[1:] == ordered[:-1]))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        counts = list(pool.map(partial(_counted, n=n), responses))
+    total, repeated = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
     return repeated / total if total else math.nan
+
+
+def _counted(tokens: Tensor, n: int) -> tuple[int, int]:
+    """Returns the number of n-grams in a response, and how many of them are repetitions."""
+    grams = len(tokens) - n + 1
+    if grams < 1:
+        return 0, 0
+    ids = tokens.numpy().astype(np.uint64)
+    hashes = ids[:grams].copy()
+    for i in range(1, n):
+        hashes *= _MULTIPLIER
+        hashes += ids[i : i + grams]
+    hashes.sort()
+    return grams, int(np.count_nonzero(hashes[1:] == hashes[:-1]))
 
 
 def tokens_before_answer(sample: Trajectory) -> float:
