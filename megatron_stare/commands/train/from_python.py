@@ -37,8 +37,8 @@ def run(
     `run` can be called from any thread, even if an event loop is running in the thread, as in a
     notebook. The environment variables are the same after the call as before. In the main thread,
     the first Ctrl-C or the first interrupt from a notebook saves the last complete step and raises
-    KeyboardInterrupt, as soon as code that cannot be interrupted has ended. A second interrupt kills
-    the process and its child processes at once, without saving.
+    KeyboardInterrupt, as soon as code that cannot be interrupted has ended. A second interrupt
+    kills the process and its child processes at once, without saving.
 
     Files that the configuration names as file.py:name are read anew by every call. Modules that
     these files import are not.
