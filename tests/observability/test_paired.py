@@ -55,7 +55,7 @@ ASKED = {"problems": "a", "template": "b", "verifier": "math", "environment": "s
 
 
 def evaluation(**more):
-    """Of two problems, numbered from 0 whatever they are."""
+    """Returns a record of two problems, whose numbers say nothing about them."""
     return {
         "problem": [0, 1],
         "correct": [0, 1],
