@@ -40,14 +40,14 @@ def built_after_a_failure(rank: int, init: str, config: Config, where: str) -> l
 @pytest.mark.distributed
 @pytest.mark.parametrize("where", ["trainer.build_optimizer", "backend.layout.cut_world"])
 def test_a_trainer_is_built_after_one_that_failed(ranks, tmp_path: Path, where: str) -> None:
-    """As in a notebook whose user lowers a setting and runs the cell again."""
+    """In a notebook, the user lowers a setting and runs the cell again."""
     save_model(tmp_path, "qwen2_tied")
     (sums,) = ranks.run(built_after_a_failure, 1, config_of(tmp_path), where)
     assert len(sums) == 50
 
 
 def refused_in_a_group(rank: int, init: str, config: Config) -> tuple[str, bool]:
-    """What a run says in a process of a group, and whether the group is still there."""
+    """Returns the refusal in a process of a group, and True if the group is still there."""
     dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
     try:
         with pytest.raises(UserError) as refused:

@@ -125,7 +125,7 @@ AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def test_a_ray_of_ours_needs_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a container's user, for example. The token is forgotten with its Ray."""
+    """A container's user may have none. The token is forgotten with its Ray."""
     for name in AUTHENTICATION:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/proc/none")
