@@ -48,6 +48,7 @@ def test_the_record_of_evaluations_is_read_once(
         own=None,
         weights=lambda: None,  # type: ignore[arg-type, return-value]
         synced=lambda: None,
+        looking=nullcontext,
         progress=lambda done, of: None,
         **parts,
     )
