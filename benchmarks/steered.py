@@ -17,7 +17,9 @@ scatters by about 0.005 nats. `strong`, `adaptive` and `pi` were added after 15 
 which were thrown away: the command line had dropped the settings of W, M and the
 share (they stood before the method's name), so W was 1.1 and M 0.9 there.
 
-Resumable: finished runs are kept, and a run that was cut short continues from its last checkpoint.
+The figures of each finished run go into the result file at once, and a run whose figures are there
+is not repeated. A run that was cut short continues from its last checkpoint. The runs are inline:
+all metrics of steps 1 to 300 were bit-equal on Ray and inline for one seed (predictive control, seed 201).
 
     python benchmarks/steered.py --seeds 201 202 203 204 205 206 207 208 --jobs 2
 """
@@ -32,7 +34,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -54,8 +56,8 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/steered.json"
 NEVER = 10**6
 SHARED = [
-    *("parallel.tensor=1", "rollout.threads=1", "eval.prompts=0", "run.steps=300"),
-    *("algorithm.variant=C2", "algorithm.share=0.3"),
+    *("runtime.runner=inline", "parallel.tensor=1", "rollout.threads=1"),
+    *("eval.prompts=0", "run.steps=300", "algorithm.variant=C2", "algorithm.share=0.3"),
     *("algorithm.amplify=2.0", "algorithm.attenuate=0.3", "algorithm.attenuate_min=0.1"),
 ]
 BLIND = f"algorithm.measure_every={NEVER}"
@@ -152,35 +154,57 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/steered")
     args = parser.parse_args()
+    told = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
+    if told["runs"] and told["settings"] != SHARED:
+        sys.exit(f"{RESULT} has runs of other settings: move it away")
+    told |= {"machine": machine(), "settings": SHARED}
     pairs = dict.fromkeys(own(*pair) for pair in itertools.product(TARGETS, args.arms))
     wanted = [(seed, *pair) for seed in args.seeds for pair in pairs]
     with ThreadPoolExecutor(args.jobs) as jobs:
-        found = dict(zip(wanted, jobs.map(lambda each: run(args.runs, *each), wanted), strict=True))
-    told: dict[str, Any] = {"machine": machine(), "seeds": args.seeds, "settings": SHARED}
-    for target in TARGETS:
-        of = {arm: [found[seed, *own(target, arm)] for seed in args.seeds] for arm in args.arms}
-        told[target] = compared(of) | of
-    RESULT.write_text(json.dumps(told, indent=1) + "\n")
-    print(json.dumps(told, indent=1))
+        missing = [each for each in wanted if name(*each) not in told["runs"]]
+        for done in as_completed([jobs.submit(run, args.runs, *each) for each in missing]):
+            told["runs"] |= done.result()
+            told["runs"] = dict(sorted(told["runs"].items()))
+            told |= {target: compared(told["runs"], target) for target in TARGETS}
+            RESULT.write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps({target: told[target] for target in TARGETS}, indent=1))
 
 
-def compared(of: Mapping[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Compares predictive control with each other arm: the paired ratio of errors, a geometric
-    mean, and its 95 % interval over seeds. `best_other` has the least mean error."""
-    ratios = {}
-    for arm in of.keys() - {"predictive"}:
-        pairs = zip(of["predictive"], of[arm], strict=True)
-        logs = [math.log(p["error"] / o["error"]) for p, o in pairs]
-        half = T_975[len(logs)] * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-        middle = fmean(logs)
-        ratios[arm] = [round(math.exp(each), 4) for each in (middle, middle - half, middle + half)]
-    best = min(sorted(ratios), key=lambda arm: fmean(each["error"] for each in of[arm]))
-    return {"best_other": best, "ratio_and_interval": dict(sorted(ratios.items()))}
+def name(seed: int | str, target: str, arm: str) -> str:
+    return f"{target}-{arm}-{seed}"
 
 
-def run(folder: Path, seed: int, target: str, arm: str) -> dict[str, float]:
+def compared(runs: Mapping[str, dict[str, float]], target: str) -> dict[str, Any]:
+    """Compares predictive control with each other arm over the seeds that both have: the paired
+    ratio of errors, a geometric mean, and its 95 % interval. `best_other` is the arm with the least
+    mean error among those that have the most seeds."""
+    errors: dict[str, dict[str, float]] = {}
+    for arm in ARMS:
+        start = name("", *own(target, arm))
+        errors[arm] = {
+            each.removeprefix(start): figures["error"]
+            for each, figures in runs.items()
+            if each.startswith(start)
+        }
+    predictive = errors.pop("predictive")
+    ratios: dict[str, Any] = {}
+    for arm, of in errors.items():
+        logs = [math.log(predictive[seed] / of[seed]) for seed in predictive.keys() & of.keys()]
+        if len(logs) > 1:
+            half = T_975[len(logs)] * stdev(logs) / math.sqrt(len(logs))
+            ends = (fmean(logs), fmean(logs) - half, fmean(logs) + half)
+            ratios[arm] = {
+                "seeds": len(logs),
+                "error": round(fmean(of.values()), 6),
+                "ratio_and_interval": [round(math.exp(each), 4) for each in ends],
+            }
+    best = min(ratios, key=lambda arm: (-ratios[arm]["seeds"], ratios[arm]["error"]), default=None)
+    return {"best_other": best, "others": ratios}
+
+
+def run(folder: Path, seed: int, target: str, arm: str) -> dict[str, dict[str, float]]:
     """Trains, unless that is done, and returns the figures of the steps from JUDGED on."""
-    place = folder / f"{target}-{arm}-{seed}"
+    place = folder / name(seed, target, arm)
     command = [sys.executable, "-m", "megatron_stare.cli", "train", "configs/quickstart.yaml"]
     method = "steered.Negated" if target == "negated" else METHODS.get(arm, "stare_predictive")
     command += [*SHARED, f"algorithm.name={method}", *TARGETS[target], *ARMS[arm]]
@@ -195,12 +219,14 @@ def run(folder: Path, seed: int, target: str, arm: str) -> dict[str, float]:
     off = np.array([row["entropy/mean"] - row["entropy/target"] for row in rows])
     blocks = off[: len(off) // BLOCK * BLOCK].reshape(-1, BLOCK).mean(1)
     return {
-        "error": round(float(np.sqrt((blocks**2).mean())), 6),
-        "offset": round(float(off.mean()), 6),
-        "scatter": round(float(off.std()), 6),
-        "active": round(fmean(row["predictive/active"] for row in rows), 4),
-        "kappa": round(rows[-1]["predictive/kappa"], 4),
-        "reward": round(fmean(row["reward/mean"] for row in rows[-50:]), 4),
+        place.name: {
+            "error": round(float(np.sqrt((blocks**2).mean())), 6),
+            "offset": round(float(off.mean()), 6),
+            "scatter": round(float(off.std()), 6),
+            "active": round(fmean(row["predictive/active"] for row in rows), 4),
+            "kappa": round(rows[-1]["predictive/kappa"], 4),
+            "reward": round(fmean(row["reward/mean"] for row in rows[-50:]), 4),
+        }
     }
 
 

@@ -64,6 +64,16 @@ def repeats(text: str, call_id: str) -> dict:
     return {"text": text, "id": call_id}
 
 
+def echoes(text: str) -> str:
+    """
+    Answers with the text.
+
+    Args:
+        text: any text
+    """
+    return text
+
+
 def code_interpreter(code: str, call_id: str) -> str:
     with Path(os.environ["TOOL_LOG"]).open("a") as log:
         log.write(json.dumps([call_id, code]) + "\n")
