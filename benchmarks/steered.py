@@ -19,7 +19,7 @@ share (they stood before the method's name), so W was 1.1 and M 0.9 there.
 
 The figures of each finished run go into the result file at once, and a run whose figures are there
 is not repeated. A run that was cut short continues from its last checkpoint. The runs are inline:
-all metrics of steps 1 to 300 were bit-equal on Ray and inline for one seed (predictive control, seed 201).
+all metrics of 300 steps were bit-equal on Ray and inline (predictive control, seed 201).
 
     python benchmarks/steered.py --seeds 201 202 203 204 205 206 207 208 --jobs 2
 """
