@@ -418,7 +418,7 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
         for seed in (0, 1)
     }
     told = {"plan": plan, "runs": runs}
-    assert "Pass@1 at lr 1: 0.500 [-5.853, 6.853]; lr 2: 1.000 [" in outcome.afterwards(told)[0]
+    assert "| 1 | 0.500 [-5.853, 6.853] |" in outcome.afterwards(told)
     assert "had the best pass@1" not in outcome.before_the_change(
         told, "t", 10
     )  # all held the same

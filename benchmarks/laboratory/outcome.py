@@ -183,11 +183,14 @@ def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
         for arm in told["plan"]["arms"]
     }
     best = max(held, key=lambda arm: fmean(values(told, task, arm, "pass@1")))
-    listed = "; ".join(f"{NAMES[arm]}: {nats:.3f}" for arm, nats in held.items())
-    said = f"Mean entropy of the last 5 steps before the change, in nats: {listed}."
+    listed = "\n".join(f"- {NAMES[arm]}: {nats:.3f}" for arm, nats in held.items())
+    said = (
+        "The list has each arm's mean entropy over the last 5 steps before the reward changes, in"
+        f" nats:\n\n{listed}"
+    )
     if held[best] < max(held.values()):
         said += (
-            f" The arm with the best pass@1 at the end ({NAMES[best]}) did not have the highest"
+            f"\n\nThe arm with the best pass@1 at the end ({NAMES[best]}) did not have the highest"
             " entropy before the change. Entropy alone therefore does not decide how far an arm"
             " recovers."
         )
@@ -228,14 +231,18 @@ def afterwards(told: Mapping[str, Any]) -> list[str]:
             )
     lines = []
     for what, rates in found.items():
-        said = "; ".join(
-            f"{rate}: {mean:.3f} [{low:.3f}, {high:.3f}]"
+        said = [
+            f"| {rate.removeprefix('lr ')} | {mean:.3f} [{low:.3f}, {high:.3f}] |"
             for rate, each in rates.items()
             for mean, low, high in (interval(each),)
-        )
+        ]
         lines += [
-            f"For {what}, the best learning rate was the plan's lowest. Runs at lower rates were"
-            f" added later, with the same seeds. Pass@1 at {said}.",
+            f"The best learning rate of {what} was the lowest in the plan. Runs at lower learning"
+            " rates were added later, with the same seeds:",
+            "",
+            "| learning rate | pass@1 |",
+            "|---|---|",
+            *said,
             "",
         ]
     return lines
@@ -267,11 +274,11 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "    python benchmarks/laboratory/trained.py --out"
         " benchmarks/results/laboratory_trained.json",
         "",
-        f"A Qwen2 of 2 layers and width 64 was trained with `megatron-stare`: {each} tuning runs"
-        f" for each arm and task, then {len(plan['seeds']['evaluation'])} with other seeds, all in"
-        f" {hours:.1f} hours. The plan, `benchmarks/laboratory/preregistration.yaml`,"
-        " names the tasks, the learning rates to try, the comparisons and the predictions."
-        " The plan was committed before the runs."
+        f"`megatron-stare` trained a Qwen2 of 2 layers and width 64. Each arm had {each} tuning"
+        f" runs per task, and then {len(plan['seeds']['evaluation'])} runs with other seeds. All"
+        f" runs took {hours:.1f} hours. The plan, `benchmarks/laboratory/preregistration.yaml`,"
+        " names the tasks, learning rates, comparisons and predictions, and was committed before"
+        " the runs."
         " `benchmarks/laboratory/digits.py` implements the tasks.",
         "",
         *decided(told),
@@ -294,8 +301,8 @@ def section(told: Mapping[str, Any]) -> list[str]:
     lines += afterwards(told) or at_the_edge(told)
     lines += ["Greedy accuracy, which the plan names, was not recorded.", ""]
     lines += [
-        "The next table shows how pass@1 differs from GRPO's, as the maps predict and as observed."
-        " *Same* means that the difference's 95 % interval lies within"
+        "The next table compares predictions from the maps with the runs. The entries say how"
+        " pass@1 differs from GRPO's. *Same* means that the difference's 95 % interval lies within"
         f" {plan['least']} of 0. *Higher* and *lower* mean that the interval does not contain 0 and"
         f" that the mean is at least {plan['least']} from 0. In all other cases, and if all"
         " differences are equal, the result is *undecided*.",

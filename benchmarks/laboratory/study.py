@@ -106,53 +106,64 @@ OPENING = """\
 
 <!-- made by benchmarks/laboratory/study.py -->
 
-Entropy control raises accuracy in some toy worlds, and not in others. This page shows which worlds
-these are. The worlds are so small that all responses can be enumerated.
+This page shows in which toy worlds entropy control raises accuracy. The worlds are so small that
+all responses can be enumerated.
 
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
 
 A world has about eight prompts. Each prompt is the root of a tree of token choices. The policy
 stores separate logits for every state of the tree, and samples a token from the softmax of these
-logits. A prompt's logits move by the average of this prompt's gradient and the mean gradient of all
-prompts. A sample for one prompt therefore also changes the policy on other prompts, as in a
+logits. A prompt's logits move by the average of the prompt's own gradient and the mean gradient of
+all prompts. A sample for one prompt therefore also changes the policy on other prompts, as in a
 network. Entropy, expected reward and pass@k are exact. The laboratory implements this project's
-methods a second time; `tests/test_laboratory.py` compares both implementations. One more method,
-named *by critical surprisal*, is an experiment and not part of this project. This method selects
-all tokens whose surprisal exceeds the critical surprisal of their state; the number of selected
-tokens is not fixed. STARE's methods named *strong* have W = 2 or 3, M = 0.2 and a share P of 0.3.
+methods a second time, and `tests/test_laboratory.py` compares both implementations.
 
-Each cell has {seeds} seeds, and each seed generates a different world. All methods of a cell have
-the same worlds and the same random numbers. A difference counts as proven if it is more than
-{errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes, while
-other programs used the same machine.
+- The methods named *strong* are variants of STARE with a share P of 0.3. Strong O1 has W = 3, and
+  strong C2 has W = 2 and M = 0.2.
+- The experimental method *by critical surprisal* is not part of this project. *By critical
+  surprisal* is STARE C2 with W = 2 and M = 0.2, but the rare tokens are all tokens above the
+  critical surprisal of their state.
+- 20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
+  20-Entropy therefore changes the policy about five times as much for each kept token as other
+  methods do.
+- DG multiplies each token's loss by a weight between 0 and 1, so DG changes the policy less than
+  other methods do.
+- Clip_V removes up to one token per step from the loss. One token is a far larger share of a batch
+  in a toy world than in a large run.
+- OPEFO and GEPO are not in the maps, because their formulas are inferred.
 
-**A toy cannot show** what a large model does. In these worlds, the states share no features, a
+Each cell of a map has {seeds} seeds, and each seed generates a different world. All methods of a
+cell have the same worlds and the same random numbers. A difference counts as proven if it is more
+than {errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes.
+
+**A toy cannot show** what a large model does. In the toy worlds, the states share no features, a
 response has at most three token choices, and the learning rate does not adapt. {trained}
-
-20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
-20-Entropy therefore changes the policy about five times as much for each kept token as other
-methods do. DG multiplies each term by a weight between 0 and 1, so DG changes the policy less than
-other methods do. Clip_V removes up
-to one token per step from the loss, which is a far larger share of a batch here than in a large
-run. OPEFO and GEPO are not in the maps, because their formulas are inferred.
 
 ## Where methods differ from the first of each map
 
-If neither a method nor the map's first method depends on a setting (a target, for example), several
-cells of the map contain the same training. The table counts this training once.
+Each map compares its methods with its first method. Cells of a map repeat a training if both
+compared methods ignore a setting, for example the target. The table counts a repeated training
+once.
 """
 CHOOSING = """\
-Each map varies two settings. Each row of the first table is about one setting of a map, and gives
-pass@1 as the mean over all values of the map's other setting. Use only the direction in which a
-setting helps, not its best value, because the target in nats depends on the model. `megatron-stare
-suggest` suggests a target from a run's first steps ([tuning](tuning.md)).
+Each map varies two settings. The first table shows pass@1 for the values of one setting, averaged
+over the values of the map's other setting. Use only the direction in which a setting helps, not its
+best value, because the target in nats depends on the model. `megatron-stare suggest` suggests a
+target from a run's first steps ([tuning](tuning.md)).
 
-The second table compares each method with the first method of a map by the figure that answers the
-map's question. A method's score is the number of trainings in which the figure is better than the
-first method's, minus the number of trainings in which the figure is worse. The table names the
-methods whose score is the largest share of all trainings, and gives each method's mean difference
-in brackets. If the figure is the distance from the target, a training counts once for each target.
+The second table compares each method with the map's first method, training by training. The
+comparison uses the figure that answers the map's question. The table names the methods whose wins
+minus losses are the largest share of the trainings. Numbers in brackets are mean differences from
+the first method. For the distance from the target, each target counts as a separate training.
+"""
+
+
+MAPS = """\
+Each cell of a table names the method with the best mean pass@1, and the method's mean pass@1. The
+number in brackets is the mean pass@1 of the map's first method: GRPO, or the whole batch's quantile
+in `share_scope`. The table of `bands` has the mean relative distance from the target in place of
+pass@1.
 """
 
 
@@ -332,7 +343,7 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
             lower.append(f"a larger {word(name, axis).partition(',')[0]}")
     if lower:
         said = " or ".join(lower)
-        lines += ["", f"With {said}, pass@1 is higher and final entropy lower."]
+        lines += ["", f"With {said}, pass@1 is higher and the final entropy is lower."]
     lines += [
         "",
         "| if this decides | by | methods better most often: trainings (mean difference) |",
@@ -421,29 +432,25 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
     if trained:
         lines += outcome.section(trained)
     lines += ["## How to choose", "", *CHOOSING.splitlines(), "", *choices(maps), ""]
+    lines += ["## The maps", "", *MAPS.splitlines(), ""]
     for name, told in maps.items():
         figure = SHOWN.get(name, "pass@1")
         lines += [
-            f"## `{name}`",
-            "",
-            told["question"],
+            f"### {told['question']} (`{name}`)",
             "",
             f"![{told['question']}](pictures/laboratory/{name}.svg)",
             "",
         ]
         if figure == "drift":
             lines += [
-                "Exact change of entropy by one small update, in nats per unit of step size:",
+                "The table shows the exact change of entropy by one small update, in nats per unit"
+                " of step size:",
                 "",
                 *crossings(told),
                 "",
             ]
         else:
             lines += [
-                f"Each cell gives the best method and its mean {FIGURES[figure]}. The number in"
-                f" brackets is the mean {FIGURES[figure]} of the first method,"
-                f" {NAMES[methods(told)[0]]}.",
-                "",
                 *best(name, told, figure),
                 "",
             ]
