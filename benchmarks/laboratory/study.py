@@ -153,9 +153,9 @@ best value, because the target in nats depends on the model. `megatron-stare sug
 target from a run's first steps ([tuning](tuning.md)).
 
 The second table compares each method with the map's first method, training by training. The
-comparison uses the figure that answers the map's question. The table names the methods whose wins
-minus losses are the largest share of the trainings. Numbers in brackets are mean differences from
-the first method. For the distance from the target, each target counts as a separate training.
+comparison uses the figure that answers the map's question. The table names the methods with the
+most wins per training, after subtracting losses. Numbers in brackets are mean differences from the
+first method. For the distance from the target, each target counts as a separate training.
 """
 
 
