@@ -174,11 +174,12 @@ class Method(ABC):
         return state
 
     def observe(self, state: State, change: Tensor | None) -> State:
-        """Returns the state with which the next step starts. The trainer calls `observe` after the
-        update of every step in which `measures_every` asks for a measurement. `change` is a 0-dim
-        tensor. The value of `change` is the mean entropy of the batch's tokens after the update,
-        minus the mean entropy of the same tokens before the update. If the optimizer step was not
-        taken, `change` is None. `observe` must not cause a host-device synchronisation."""
+        """Returns the state with which the next step starts. In runs with a log-prob pass, the
+        trainer calls `observe` after a step's first update, if `measures_every` asks for a
+        measurement in this step or the optimizer step was not taken. `change` is a 0-dim tensor.
+        The value of `change` is the mean entropy of the batch's tokens after the update, minus the
+        mean entropy of the same tokens before the update. If the optimizer step was not taken,
+        `change` is None. `observe` must not cause a host-device synchronisation."""
         return state
 
     @abstractmethod

@@ -152,6 +152,33 @@ def test_predictive_control_forecasts_as_the_trainer_does_and_learns_what_it_mea
         assert state == pytest.approx(states[0], rel=2e-3, abs=1e-6)
 
 
+def not_taken(rank: int, init: str, config: Config) -> tuple[float, float]:
+    """What predictive control expects of two updates, of which the first is held back by its
+    gradient norm."""
+    worker, expected = Trainer(resolve_run(config), rank, init), []
+    fitted = {"measured": 9.0, "kappa": 0.5, "spread": 0.0, "spread_drift": 0.0}
+    for limit in (0.0, math.inf):
+        batch = random_batch(SEED, SIZE)
+        batch.step = 1
+        log_prob_pass(worker, batch, plan_of(config, batch))
+        worker.measure({**worker.method.initial_state(), **fitted})
+        result = worker.update(0, None, (), limit)
+        assert result is not None and result[0].get("update/held", 0.0) == float(limit == 0)
+        expected.append(result[1]["pending"])
+    worker.close()
+    return expected[0], expected[1]
+
+
+@pytest.mark.distributed
+def test_control_expects_no_change_of_an_update_not_taken_in_a_step_without_measurement(
+    ranks, tmp_path: Path
+) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    settings = {"name": "stare_predictive", "entropy_target": 5.0, "measure_every": 2}
+    ((held, taken),) = ranks.run(not_taken, 1, config_of(tmp_path, algorithm=settings))
+    assert held == 0 != taken
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("section", "recorded", "more"),

@@ -221,21 +221,8 @@ class Step:
         if not outcome.finite and self._objective is not None:
             samples = self._objective.tokens.sequence[self._objective.rows]
             self.lost = samples[~logged["loss/policy"].isfinite()].unique()
-        if number == 0 and self._measures_change():
-            change: dict[str, Tensor] = {}
-            if outcome.taken:
-                tokens = (
-                    self._objective.tokens.select(self._objective.rows)
-                    if self._objective is not None
-                    else None
-                )
-                change = measured_change(policy.model, part, policy.head, tokens, self.group)
-                metrics = {**metrics, **change}
-            if self.measured is not None and self._is_due(self._method.measures_every):
-                after = self._method.observe(
-                    self.measured.next_state, change.get("forecast/measured_change")
-                )
-                self.measured = replace(self.measured, next_state=after)
+        if number == 0 and not self._config.skips_log_prob_pass:
+            metrics = {**metrics, **self._observe(part, taken=outcome.taken)}
         if self.measured is None or not policy.layout.is_reporting_rank:
             return None
         rates = {
@@ -324,14 +311,26 @@ class Step:
         forecast = self.measured.forecast if with_batch else {}
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
-    def _measures_change(self) -> bool:
-        """Returns True if this step measures how much the update changes the entropy. Either the
-        entropy forecast or the training method can require the measurement of this change."""
-        if self._config.skips_log_prob_pass:
-            return False
-        watched = self._config.observability
-        forecasts = watched.entropy_forecast and self._is_due(watched.measured_every)
-        return forecasts or self._is_due(self._method.measures_every)
+    def _observe(self, part: RankBatch, *, taken: bool) -> dict[str, Tensor]:
+        """Measures how much the first update changed the entropy, if this step measures the change,
+        and passes the change to the method. Also tells the method if the optimizer step was not
+        taken. All ranks must call `_observe`. Returns the metric of the change, or {}."""
+        policy, change = self._policy, dict[str, Tensor]()
+        watched, due = self._config.observability, self._is_due(self._method.measures_every)
+        measures = due or (watched.entropy_forecast and self._is_due(watched.measured_every))
+        if taken and measures:
+            tokens = (
+                self._objective.tokens.select(self._objective.rows)
+                if self._objective is not None
+                else None
+            )
+            change = measured_change(policy.model, part, policy.head, tokens, self.group)
+        if self.measured is not None and (due or not taken):
+            after = self._method.observe(
+                self.measured.next_state, change.get("forecast/measured_change")
+            )
+            self.measured = replace(self.measured, next_state=after)
+        return change
 
     def _is_due(self, every: int) -> bool:
         """Returns True if the step's number is a multiple of `every`. Returns False if `every` is
