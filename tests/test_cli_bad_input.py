@@ -85,6 +85,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("optimizer.lr=fast", "optimizer.lr"),
         ("optimizer.name=sgd", "cannot save the state of SGD"),
         ("optimizer.lr=-1", "must be above 0"),
+        ("optimizer.min_lr=0.1", "min_lr 0.1 is above lr"),
         ("model.path=/nowhere", "cannot read the model's config.json"),
         ("model.dtype=float8", "model.dtype: must be 'float32', 'bfloat16' or 'float16'"),
         (

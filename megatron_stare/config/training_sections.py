@@ -262,6 +262,13 @@ class OptimizerConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _the_rate_decays(self) -> OptimizerConfig:
+        # else every rank would end with Megatron's AssertionError, which has no message
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        return self
+
 
 class MoeConfig(Section):
     """Settings of mixtures of experts; see docs/moe.md."""
