@@ -54,6 +54,7 @@ class LogProbDifference:
         probability of at least 1/1000.
     `unlikely`: summary of the log-prob differences for tokens to which the trainer gives a
         probability below 1/1000.
+    `engine_nan`: the number of tokens whose log-prob from the engine is NaN.
     """
 
     everywhere: Sizes
@@ -64,6 +65,7 @@ class LogProbDifference:
     longest: Sizes
     likely: Sizes
     unlikely: Sizes
+    engine_nan: int = 0
 
     @property
     def largest(self) -> float:

@@ -235,7 +235,7 @@ def test_an_engine_is_named_by_its_number_though_others_are_lost():
         ("a penalty or a bias", noise(0.3), noise(0.3), 1.0),
         (
             "a penalty or a bias",
-            noise(1e-7).masked_fill(POSITIONS == 3, torch.nan),
+            noise(0.3).masked_fill(POSITIONS == 3, torch.nan),
             noise(0.3),
             1.0,
         ),
@@ -243,6 +243,17 @@ def test_an_engine_is_named_by_its_number_though_others_are_lost():
 )
 def test_what_sampled_tokens_show(blamed, sampled, unscaled, temperature):
     assert blamed in rollout_verdict(difference(sampled), difference(unscaled), temperature, LIMIT)
+
+
+@pytest.mark.parametrize(("limits_", "scale"), [(LIMIT, 1e-7), (IN_BF16, 0.02)])
+def test_nan_alone_is_blamed_on_the_side_that_computed_it(limits_: Limits, scale: float) -> None:
+    here, trainer = alone(CANARY), -noise(1.0).abs()
+    engine = trainer + noise(scale, 1)
+    engine[:2], trainer[1:4] = torch.nan, torch.nan
+    found = Compared.of(here, engine[here.index], trainer[here.index], (0,)).summary(None)
+    assert limits_.passed(found)
+    verdict = rollout_verdict(found, found, 0.7, limits_)
+    assert "NaN is to blame, in 2 log-probs of the engine and 2 of the trainer alone" in verdict
 
 
 ROUNDED = noise(0.02)  # as 16 bits round tokens that a policy samples

@@ -38,6 +38,7 @@ class Compared:
         `all_versions` lists the weight versions for the tokens of all ranks.
     `expected`: number of tokens that all ranks together should hold. If the ranks together hold
         fewer tokens than `expected`, `summary` counts the difference of each missing token as NaN.
+    `engine_nan`: [N] bool, the engine's log-prob is NaN; None: unknown.
     """
 
     values: Tensor  # [N] float32
@@ -47,6 +48,7 @@ class Compared:
     versions: Tensor  # [N] int64
     all_versions: Sequence[int]
     expected: int
+    engine_nan: Tensor | None = None
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class Compared:
             versions=share.weight_versions[batch.held].to(here),
             all_versions=all_versions,
             expected=int(share.loss_lengths.sum()),
+            engine_nan=engine.isnan().to(here),
         )
 
     def summary(self, group: ProcessGroup | None) -> LogProbDifference:
@@ -81,6 +84,7 @@ class Compared:
         parts |= {("version", version): self.versions == version for version in self.all_versions}
         number = ~size.isnan()
         asked: dict[str, Request] = {"lowest": Max(-self.values, number)}
+        asked["engine nan"] = Count(~everyone if self.engine_nan is None else self.engine_nan)
         asked |= {name: Quantile(size, everyone, q, "nearest") for name, q in QUANTILES.items()}
         for (kind, key), part in parts.items():
             # NaN is counted separately, because a maximum over ranks need not propagate it
@@ -112,4 +116,5 @@ class Compared:
             longest=sizes("longest"),
             likely=sizes("likely"),
             unlikely=sizes("unlikely"),
+            engine_nan=int(known["engine nan"]),
         )

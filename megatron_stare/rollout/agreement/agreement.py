@@ -213,6 +213,12 @@ def rollout_verdict(
         unscaled: differences for the same tokens, with the trainer's log-probs at temperature 1.
     """
     everywhere, first = limits.size(sampled.everywhere), limits.size(_first_position(sampled))
+    if (nan := sampled.everywhere.not_numbers) and everywhere <= limits.wrong:
+        return (
+            f"NaN is to blame, in {sampled.engine_nan} log-probs of the engine and"
+            f" {nan - sampled.engine_nan} of the trainer alone; all others agree: activations"
+            " overflowed, as in float16, or a device computes wrongly"
+        )
     if (
         temperature != 1.0
         and not unscaled.everywhere.not_numbers
