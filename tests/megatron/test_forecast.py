@@ -153,8 +153,8 @@ def test_predictive_control_forecasts_as_the_trainer_does_and_learns_what_it_mea
 
 
 def not_taken(rank: int, init: str, config: Config) -> tuple[float, float]:
-    """What predictive control expects of two updates, of which the first is held back by its
-    gradient norm."""
+    """Returns the entropy changes that predictive control expects after two updates, of which the
+    first is held back by its gradient norm."""
     worker, expected = Trainer(resolve_run(config), rank, init), []
     fitted = {"measured": 9.0, "kappa": 0.5, "spread": 0.0, "spread_drift": 0.0}
     for limit in (0.0, math.inf):
