@@ -112,6 +112,21 @@ SOURCE = (
     " bfloat16"
 )
 
+PARTS = (
+    f"Each step trains on {SEQUENCES} sequences, with a forward pass of the policy, a forward pass"
+    " of the reference policy, and an update. The update costs as much as 3 forward passes, or 4 if"
+    " it recomputes all activations. The last five columns are predicted seconds."
+)
+HEAD = (
+    "| | trainer GPUs | prompt + response tokens | TFLOP of a sequence's forward pass |"
+    " recomputed activations | rollout | log-probs | update | sync | other |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+AHEAD = (
+    "The predicted time of a step is the sum of its phases' seconds. If rollouts run one step"
+    " ahead, the sum includes only the longer of rollout and training (log-probs and update)."
+)
+
 
 def predicted(row: Published) -> tuple[ResolvedRun, Step]:
     """The row's step by this project's model of time."""
@@ -153,12 +168,12 @@ def predicted(row: Published) -> tuple[ResolvedRun, Step]:
 
 
 def table() -> str:
-    """Markdown: a row a run, and beneath it the arithmetic of each."""
+    """Markdown: a row a run, then a row with the arithmetic of each, then causes."""
     lines = [
         "| | GPUs | published s | predicted s | | published tokens/s/GPU | predicted | |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    arithmetic = []
+    arithmetic, causes = [], []
     for row in ROWS:
         run, step = predicted(row)
         times, rates = (row.seconds, step.seconds), (row.tokens_s_gpu, step.tokens_s_gpu)
@@ -166,50 +181,42 @@ def table() -> str:
             f"| {row.name} | {row.gpus} | {times[0]:g} | {times[1]:.1f} | {_off(*times)} |"
             f" {rates[0]:,.0f} | {rates[1]:,.0f} | {_off(*rates)} |"
         )
-        arithmetic.append(f"- {row.name}: {_arithmetic(row, run, step)}{_cause(row, step)}")
-    return "\n".join([*lines, "", *arithmetic])
+        arithmetic.append(_arithmetic(row, run, step))
+        causes += _cause(row, step)
+    return "\n".join([*lines, "", PARTS, "", *HEAD, *arithmetic, "", AHEAD, *causes])
 
 
 def _off(published: float, said: float) -> str:
     return f"{said / published - 1:+.0%}"
 
 
-def _cause(row: Published, step: Step) -> str:
-    """Cause, in words, of a row that is further off than the model claims to be; else ""."""
+def _cause(row: Published, step: Step) -> list[str]:
+    """Cause, in words, of a row that is further off than the model claims to be; else []."""
     if abs(step.seconds / row.seconds - 1) <= CLAIMED:
-        return ""
+        return []
     _, kept = predicted(replace(row, recompute="none"))
-    return (
-        f". The difference exceeds {CLAIMED:.0%}. Training takes most of this step. NVIDIA did not"
-        " publish whether this run recomputed activations; NVIDIA's current recipe recomputes"
-        f" them. Without recomputation, the predicted step is {kept.seconds:.1f} s"
-        f" ({_off(row.seconds, kept.seconds)} from the published time)"
-    )
+    return [
+        "",
+        f'The prediction for "{row.name}" is off by more than {CLAIMED:.0%}. NVIDIA did not publish'
+        " whether this run recomputed activations; NVIDIA's current recipe recomputes them. Without"
+        f" recomputation, the predicted step takes {kept.seconds:.1f} s"
+        f" ({_off(row.seconds, kept.seconds)} from the published time).",
+    ]
 
 
 def _arithmetic(row: Published, run: ResolvedRun, step: Step) -> str:
     """The sum behind a row, in numbers."""
-    flops = forward_flops(run.shape, row.prompt, row.response)
     phases = step.phases
-    trained = f"log-probs {phases['log_probs']:.1f} + update {phases['update']:.1f}"
-    rest = f"sync {phases['sync']:.1f} + other {Coefficients().fixed_s:.1f}"
-    both = (
-        f"max(rollout {phases['rollout']:.1f}, {trained})"
-        if row.ahead
-        else f"rollout {phases['rollout']:.1f} + {trained}"
+    cells = (
+        row.name,
+        run.config.parallel.world_size,
+        f"{row.prompt:.0f} + {row.response:.0f}",
+        f"{forward_flops(run.shape, row.prompt, row.response) / 1e12:.1f}",
+        "all" if row.recompute == "full" else "none",
+        *(f"{phases[name]:.1f}" for name in ("rollout", "log_probs", "update", "sync")),
+        f"{Coefficients().fixed_s:.1f}",
     )
-    times = (
-        "4 forward passes, as it recomputes all activations"
-        if row.recompute == "full"
-        else "3 forward passes"
-    )
-    return (
-        f"{run.config.parallel.world_size} trainer GPUs process {SEQUENCES} sequences of"
-        f" {row.prompt:.0f} prompt and {row.response:.0f} response tokens. A sequence's forward"
-        f" pass costs {flops / 1e12:.1f} TFLOP. A step has a forward pass of the policy, one of the"
-        f" reference and an update. The update costs as much as {times}. In seconds:"
-        f" {both} + {rest} = {step.seconds:.1f}"
-    )
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":
