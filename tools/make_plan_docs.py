@@ -198,7 +198,7 @@ def _cause(row: Published, step: Step) -> list[str]:
     return [
         "",
         f'The prediction for "{row.name}" is off by more than {CLAIMED:.0%}. NVIDIA did not publish'
-        " whether this run recomputed activations; NVIDIA's current recipe recomputes them. Without"
+        " whether its run recomputed activations; NVIDIA's current recipe recomputes them. Without"
         f" recomputation, the predicted step takes {kept.seconds:.1f} s"
         f" ({_off(row.seconds, kept.seconds)} from the published time).",
     ]
