@@ -1,7 +1,8 @@
 """Reads conversations for supervised fine-tuning. The tokenizer's chat template renders the
 messages of each row as text.
 
-A row is {"messages": [{"role": ..., "content": ..., "tool_calls": [...]}, ...], "tools": [...]}.
+A row is {"messages": [{"role": ..., "content": ..., "tool_calls": [...]}, ...], "tools": [...]}. An
+assistant's message with "weight": 0 is context, and carries no loss.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_stare.records.batch import Demonstration, Prompt
 MESSAGES, TOOLS = "messages", "tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASSISTANT = "assistant"
+WEIGHT = "weight"  # as in OpenAI's format: 0 for a turn that is not learnt
 _PLAIN = {"add_special_tokens": False}  # the template writes them
 _TOLD = 10_000  # rows between two lines of progress; these rows take about a minute
 TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
@@ -65,7 +67,8 @@ def rendered(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rendered:
     """Renders a conversation with the tokenizer's chat template, and marks the tokens that the
-    assistant wrote.
+    assistant wrote. Turns of weight 0 are left unmarked, and may be rendered differently in the
+    history.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token does not count in the loss. In
@@ -98,6 +101,8 @@ def rendered(
                 f"is refused by the chat template ({error})", "correct the order of its messages"
             ) from error
 
+    skipped = [message.get(WEIGHT) == 0 for message in messages]
+    messages = [{k: v for k, v in message.items() if k != WEIGHT} for message in messages]
     whole = text(messages, asks=False)
     special = special_ids(tokenizer)
     ids: list[int] = []
@@ -116,7 +121,7 @@ def rendered(
         at, open_ = end, learnt and not ends
 
     for number, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
+        if message["role"] != ASSISTANT or skipped[number]:
             continue
         begin = text(messages[:number], asks=True)
         through = text(messages[: number + 1], asks=False)
@@ -130,8 +135,8 @@ def rendered(
         if not (whole.startswith(through) and len(begin) >= at):
             raise RowError(
                 "has a turn that the chat template renders differently once later messages follow",
-                "give each such turn a row of its own that ends with the turn, or use a template"
-                " that keeps the history",
+                'give each such turn a row of its own that ends with the turn, with "weight": 0 in'
+                " the assistant's earlier messages; or use a template that keeps the history",
             )
         add(len(begin), learnt=False)
         add(len(through), learnt=True)
@@ -204,6 +209,11 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         raise RowError(f"has the unknown role {role!r}", f"use {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise RowError("has a message whose content is not text", "give the content as text")
+    if message.get(WEIGHT, 1) not in (0, 1):
+        raise RowError(
+            f"has a message of weight {message[WEIGHT]!r}",
+            "set it to 1, or to 0 for a turn that is not to be learnt",
+        )
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(each) for each in calls]

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.real_tokenizers import tokenizer as published
 from support.runs import ROOT
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -184,9 +185,38 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Any) -> None:
         rendered([ASK, thinking, ASK, SAY], None, other)
 
 
+def test_earlier_turns_of_weight_0_are_context() -> None:
+    """Qwen3's template writes an empty thought into a turn only while the turn is the last. The
+    refusal of a row says how to divide the row, so its parts have to be accepted."""
+    model = published("qwen3")
+    with pytest.raises(RowError, match="renders differently once later") as refused:
+        rendered([ASK, CALL, RESULT, SAY], [TOOL], model)
+    assert '"weight": 0' in refused.value.fix
+    thought = "<think>\n\n</think>\n\n"
+    first = rendered([ASK, CALL], [TOOL], model)
+    words = model.decode([id for id, kept in zip(*first, strict=True) if kept])
+    assert words.startswith(f"{thought}I add.\n<tool_call>")
+
+    row = {"messages": [ASK, {**CALL, "weight": 0}, RESULT, SAY], "tools": [TOOL]}
+    messages, tools = conversation(row)
+    second = rendered(messages, tools, model)
+    words = model.decode([id for id, kept in zip(*second, strict=True) if kept])
+    assert words == f"{thought}It is 3.<|im_end|>"
+    assert second.ids == model.apply_chat_template(
+        [ASK, CALL, RESULT, SAY], tools=[TOOL], tokenize=True, return_dict=False
+    )
+
+
+def test_a_turn_of_weight_1_is_learnt(tokenizer: Any) -> None:
+    messages, _ = conversation({"messages": [ASK, {**SAY, "weight": 1}]})
+    found = rendered(messages, None, tokenizer)
+    assert found == rendered([ASK, SAY], None, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
+        ({"messages": [ASK, {**SAY, "weight": 0.5}]}, "has a message of weight 0.5"),
         (
             {
                 "messages": [
