@@ -295,6 +295,34 @@ def test_prompts_without_the_bos_of_the_models_texts_are_said(
     assert rehearsed(capsys, model, "data.chat_template=true") == []
 
 
+def test_turns_of_a_template_that_end_where_responses_do_not_are_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Qwen2.5-7B has the template of Qwen2.5-7B-Instruct, and ends texts with <|endoftext|>."""
+    folder = tmp_path / "model"
+    model, chat = f"model.path={folder}", "data.chat_template=true"
+    limit = "rollout.max_prompt_tokens=100"
+    shutil.copytree(ROOT / "assets/tiny-chat", folder)
+    assert rehearsed(capsys, model, chat, limit) == []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {"eos_token_id": other}))
+    assert rehearsed(capsys, model, chat, limit) == [
+        "warning: the chat template ends turns with <|im_end|>, and responses go on after it, up to"
+        f" <|endoftext|>; to end them there, set eos_token_id to {sorted([other, end])} in"
+        " generation_config.json"
+    ]
+    assert rehearsed(capsys, model, limit) == []
+    content = json.loads((folder / "generation_config.json").read_text())
+    content["eos_token_id"] = sorted([other, end])
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    assert rehearsed(capsys, model, chat, limit) == []
+
+
 def problems(name: str, *texts: str, answer: str = "2") -> None:
     Path(name).write_text(
         "".join(json.dumps({"prompt": text, "answer": answer}) + "\n" for text in texts)

@@ -27,6 +27,7 @@ from megatron_stare.driver.resuming import (
     refuse_other_inputs,
     resume_point,
 )
+from megatron_stare.environments.chat import ChatFormat
 from megatron_stare.environments.environment import Environment, find_environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape
@@ -95,7 +96,7 @@ class Inputs:
                     f"warning: {same} of {len(each.prompts)} problems of {task} are trained on;"
                     " name its file in data.decontaminate to leave them out of training"
                 )
-        return found + self._bos_remark()
+        return found + self._bos_remark() + self._turn_end_remark()
 
     def _bos_remark(self) -> list[str]:
         """Returns a remark if prompts lack the BOS token with which the tokenizer begins texts, and
@@ -111,6 +112,27 @@ class Inputs:
         return [
             f"warning: this model's tokenizer begins texts with {self.tokenizer.bos_token}, prompts"
             " do not: begin data.template with it"
+        ]
+
+    def _turn_end_remark(self) -> list[str]:
+        """Returns a remark if responses do not stop at the token with which the chat template ends
+        a turn, and [] otherwise. Published base models have such a template: Qwen2.5-7B's ends a
+        turn with <|im_end|>, and its only end-of-sequence token is <|endoftext|>. Verifiers do not
+        see either token, so the texts of two turns look like one."""
+        if not self.config.data.chat_template or self.config.supervised:
+            return []
+        try:
+            end = ChatFormat(self.tokenizer, [], self.config.data.chat_template_kwargs).end
+        except ConfigError:  # the template has one turn, or ends turns with no special token
+            return []
+        if end in self.stop_ids:
+            return []
+        here = self.tokenizer.convert_ids_to_tokens([*self.stop_ids])
+        return [
+            "warning: the chat template ends turns with"
+            f" {self.tokenizer.convert_ids_to_tokens(end)}, and responses go on after it, up to"
+            f" {' or '.join(map(str, here))}; to end them there, set eos_token_id to"
+            f" {sorted({*self.stop_ids, end})} in generation_config.json"
         ]
 
     @property
