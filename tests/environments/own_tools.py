@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-ALL = threading.Barrier(100)
+ALL = threading.Barrier(256)
 
 
 def add(first: int, second: int = 0) -> str:
@@ -34,12 +34,12 @@ def fails(text: str) -> str:
 
 def waits(text: str) -> str:
     """
-    Waits until a hundred calls wait.
+    Waits until 256 calls wait.
 
     Args:
         text: anything
     """
-    ALL.wait(30)
+    ALL.wait(60)
     return text
 
 

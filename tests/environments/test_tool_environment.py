@@ -210,17 +210,23 @@ def test_calls_of_one_turn_are_answered_in_their_order() -> None:
     assert TOKENIZER.decode(found.tokens).count("<tool_response>") == 5
 
 
-def test_a_hundred_slow_calls_run_at_once() -> None:
-    """Each of them ends only when all have begun."""
-    environment = tools(tools=[f"{OWN}:waits"])
+def test_256_slow_calls_run_at_once_and_hold_no_other_response_up() -> None:
+    """Each of them ends only when all have begun; the last one begins when a response that calls
+    another tool has ended."""
+    environment = tools(tools=[f"{OWN}:waits", f"{OWN}:add"], call_seconds=60)
+
+    def begin(one: str) -> asyncio.Task[Trajectory]:
+        return asyncio.create_task(environment.run(prompt(environment), Script(one, "done")))
 
     async def go() -> list[Trajectory]:
-        scripts = [Script(call("waits", text=str(n)), "done") for n in range(100)]
-        runs = (environment.run(prompt(environment), each) for each in scripts)
-        return await asyncio.gather(*runs)
+        slow = [begin(call("waits", text=str(n))) for n in range(255)]
+        quick = await begin(call("add", first=7))
+        assert not any(each.done() for each in slow)
+        return [quick, *await asyncio.gather(*slow, begin(call("waits", text="255")))]
 
-    found = asyncio.run(go())
-    assert [answers(each) for each in found] == [[str(n)] for n in range(100)]
+    quick, *found = asyncio.run(go())
+    assert answers(quick) == ["7"]
+    assert [answers(each) for each in found] == [[str(n)] for n in range(256)]
 
 
 def test_budgets() -> None:
