@@ -166,14 +166,23 @@ class ChatFormat:
             an earlier turn.
 
         Raises:
-            ConfigError: the template changes an earlier turn in another way.
+            ConfigError: the template changes an earlier turn in another way. For example, Qwen3's
+                template with `enable_thinking: false` opens a turn with an empty thought, which it
+                omits from earlier turns.
         """
         rest = f"{THINK}\n{_THOUGHT}\n{THOUGHT}\n\nrest"
         answers = [_tool_answer("answer")]
         aloud, silent = (self._rendered(answers, content) for content in (rest, "rest"))
-        if _THOUGHT in aloud:
-            return None
         opening = self._template([{"role": "user", "content": "question"}])
+        if _THOUGHT in aloud:
+            if aloud.startswith(opening):
+                return None
+            raise ConfigError(
+                "the tokenizer's chat template opens a turn otherwise than it renders an earlier"
+                " one",
+                where=WHERE,
+                fix="earlier_thinking: keep, or another template",
+            )
         alike = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(opening, silent, strict=False)
         )

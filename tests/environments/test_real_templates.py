@@ -17,6 +17,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.encode import PromptEncoder
 from megatron_stare.environments.environment import Turn, make_environment
 from megatron_stare.environments.tools import Tools
+from megatron_stare.errors import ConfigError
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
 
@@ -52,12 +53,13 @@ class Says:
         return await tool(request, "id")
 
 
-def episode(name: str, turns: Sequence[str], question: str) -> tuple[Tools, Prompt, Trajectory]:
-    settings = {"name": "tools", "tools": [f"{OWN}:echoes"], "max_turns": 5}
+def environment_of(name: str, thinks: bool | None = None, **more: Any) -> Tools:
+    settings = {"name": "tools", "tools": [f"{OWN}:echoes"], "max_turns": 5, **more}
+    values = {} if thinks is None else {"enable_thinking": thinks}
     config = Config.model_validate(
         {
             "model": {"path": "assets/tiny-chat"},
-            "data": {"chat_template": True},
+            "data": {"chat_template": True, "chat_template_kwargs": values},
             "rollout": {
                 "environment": settings,
                 "max_prompt_tokens": 2000,
@@ -67,6 +69,13 @@ def episode(name: str, turns: Sequence[str], question: str) -> tuple[Tools, Prom
     )
     environment = make_environment(config.rollout.environment, config, tokenizer(name))
     assert isinstance(environment, Tools)
+    return environment
+
+
+def episode(
+    name: str, turns: Sequence[str], question: str, **more: Any
+) -> tuple[Tools, Prompt, Trajectory]:
+    environment = environment_of(name, **more)
     ids = PromptEncoder(environment.config, tokenizer(name))(question, "here")
     prompt = Prompt(0, "0", question, "5", ids)
     return environment, prompt, asyncio.run(environment.run(prompt, Says(name, turns)))
@@ -116,3 +125,51 @@ def test_a_conversation_with_calls_has_the_tokens_of_the_published_template(
     trained = [id for each in turns for id in (*tokenizer(name)(each).input_ids, ends)]
     assert found.tokens[found.loss_mask].tolist() == trained
     assert len(found.calls) == sum(each.count("<tool_call>") for each in turns)
+
+
+THINKS = "<think>\nFirst 2, then 3.\n</think>\n\n"
+ASKS = '<tool_call>\n{"name": "echoes", "arguments": {"text": "5"}}\n</tool_call>'
+
+
+def rendered(messages: list[dict[str, Any]], environment: Tools, **values: Any) -> list[int]:
+    ids: list[int] = tokenizer("qwen3").apply_chat_template(
+        messages,
+        tools=environment._format._tools,
+        return_dict=False,
+        add_generation_prompt=True,
+        **values,
+    )
+    return ids
+
+
+@pytest.mark.parametrize("policy", ["keep", "branch", "refuse"])
+def test_qwen3_keeps_its_thinking_between_calls_under_every_policy(policy: str) -> None:
+    """Its template leaves out the thinking of turns before the newest question alone, so the next
+    turn's context is the template's, with what was sampled unchanged."""
+    turns = [THINKS + ASKS, THINKS + "It is 5."]
+    environment, prompt, found = episode("qwen3", turns, "What is 2+3?", earlier_thinking=policy)
+    calls = [{"function": {"name": "echoes", "arguments": {"text": "5"}}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "What is 2+3?"},
+        {"role": "assistant", "content": THINKS, "tool_calls": calls},
+        {"role": "tool", "content": "5"},
+    ]
+    context = rendered(messages, environment)
+    last = [*tokenizer("qwen3")(turns[1]).input_ids, tokenizer("qwen3").eos_token_id]
+    assert found.branches == ()
+    assert [*prompt.token_ids, *found.tokens.tolist()] == [*context, *last]
+
+
+def test_qwen3_that_is_told_not_to_think() -> None:
+    """Each turn is opened with an empty thought. The template leaves it out of an earlier turn, so
+    only the policy that keeps what the model has read serves."""
+    environment, prompt, found = episode("qwen3", [ASKS, "5"], "What is 2+3?", thinks=False)
+    question = {"role": "user", "content": "What is 2+3?"}
+    opening = rendered([question], environment, enable_thinking=False)
+    assert list(prompt.token_ids) == opening
+    told = found.tokens[~found.loss_mask].tolist()
+    assert told[-4:] == opening[-4:]
+    assert tokenizer("qwen3").decode(opening[-4:]) == "<think>\n\n</think>\n\n"
+    for policy in ("branch", "refuse"):
+        with pytest.raises(ConfigError, match="opens a turn otherwise"):
+            environment_of("qwen3", thinks=False, earlier_thinking=policy)
