@@ -24,6 +24,9 @@ case "${1:-}" in
 --slow) tier="slow"; served=1; shift ;;
 esac
 
+if [ -n "$served" ] && ! command -v bwrap >/dev/null; then
+    echo "bubblewrap is missing, without which tests of the sandbox fail: apt-get install bubblewrap" >&2
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 [ -z "$served" ] || source "$ROOT/scripts/setup_sglang.sh"
 cd "$ROOT"

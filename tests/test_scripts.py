@@ -338,6 +338,27 @@ def test_a_tier_of_tests_is_what_test_sh_says(
     ]
 
 
+@pytest.mark.parametrize("arguments", [[], ["--all"], ["--slow"]])
+def test_tiers_that_need_bubblewrap_say_where_it_is_missing(
+    stand_in: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for command in ("bash", "dirname", "sh"):
+        (tmp_path / "bin" / command).symlink_to(str(shutil.which(command)))
+    missing = "apt-get install bubblewrap" if arguments else None
+    for name, said in ((None, missing), ("bwrap", None)):
+        if name is not None:
+            (tmp_path / "bin" / name).symlink_to(sys.executable)
+        done = subprocess.run(
+            [tmp_path / "bin/bash", stand_in, *arguments],
+            env={"PATH": str(tmp_path / "bin")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert (said or "") in done.stderr and bool(done.stderr) == bool(said)
+
+
 @pytest.mark.parametrize(("failing", "code"), [("ruff", 4), ("mypy", 5), ("pytest", 6), ("", 0)])
 def test_the_first_failure_ends_test_sh_with_its_code(
     stand_in: Path, failing: str, code: int
