@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -234,6 +235,51 @@ def test_attempts_fail_where_a_part_of_proc_is_covered() -> None:
         env={**os.environ, COVERED: "1"},
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+
+
+ALL_OF_THEM = """
+import asyncio, json, os, sys
+from megatron_stare.environments.sandboxes import make_sandbox
+
+async def told(programs):
+    return await asyncio.gather(*(box.run(each, 2.0) for each in programs))
+
+box = make_sandbox("bubblewrap", None, 2, 256, 2000)
+ran = asyncio.run(told(json.load(sys.stdin)))
+box.close()
+print(json.dumps([os.geteuid(), *(each.output for each in ran)]))
+"""
+NOBODY = 65534
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests have run as a plain user")
+@pytest.mark.skipif(COVERED in os.environ, reason="once is enough")
+def test_attempts_of_a_plain_user_fail_as_roots_do(canary: dict[str, Any]) -> None:
+    """All of them, with the system's Python, since this one may lie where only root reads."""
+    system = Path("/usr/bin/python3")
+    assert system.exists(), "apt-get install python3"
+    every = ["print(6 * 7)", *(program(attempt, canary) for attempt in ATTEMPTS), "print(6 * 7)"]
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        Path(name).chmod(0o755)
+        shutil.copytree(ROOT / "megatron_stare", Path(name, "megatron_stare"))
+        done = subprocess.run(
+            [system, "-c", ALL_OF_THEM],
+            input=json.dumps(every),
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd="/",
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": name},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    user, first, *outputs, last = json.loads(done.stdout)
+    assert (user, first, last) == (NOBODY, "42\n", "42\n")
+    assert len(outputs) == len(ATTEMPTS)
+    for attempt, output in zip(ATTEMPTS, outputs, strict=True):
+        assert ESCAPED not in output and "secret" not in output, attempt
+    assert canary["file"].read_text() == "the secret" and canary["came"] == []
 
 
 def test_covered_or_not(box: Sandbox) -> None:
