@@ -35,7 +35,7 @@ running mean's predictions (benchmarks/forecast_value.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from megatron_stare.algorithms.sensitivity import is_rare, sensitivity_of
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.algorithms.token_sets import Variant
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Request, Statistics, Sum, scalar
+from megatron_stare.records.batch_statistics import Mean, Request, Statistics, Sum, scalar
 from megatron_stare.records.metric import Metric
 
 METRICS = (
@@ -185,6 +185,8 @@ class StarePredictive(Stare):
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         asked = dict(super().asks(batch, kept, known))
+        if isinstance(entropy := asked["entropy"], Mean):
+            asked["entropy"] = replace(entropy, exact=True)
         if "tokens" not in known or any(each.name not in known for each in self.selects):
             return asked
         change = -self.coefficients(batch, known) * kept.advantage * sensitivity_of(kept)
@@ -192,10 +194,10 @@ class StarePredictive(Stare):
             if any(name not in known for name in self.correction.final_requests(kept, known)):
                 return asked
             change = change * self.correction.weights(batch, known)
-        asked["predictive/plain"] = Sum(change, kept.loss_mask)
+        asked["predictive/plain"] = Sum(change, kept.loss_mask, exact=True)
         for each in self.selects:
             chosen = self.selection.members(each, kept, known) & self._sure(kept)
-            asked[f"predictive/{each.name}"] = Sum(change, chosen)
+            asked[f"predictive/{each.name}"] = Sum(change, chosen, exact=True)
         return asked
 
     def control(self, state: State, statistics: Statistics) -> State:

@@ -44,6 +44,9 @@ DIGIT_BITS = 11
 ROUNDS = 6  # 6 * 11 >= 64
 # keys processed at a time, few enough to stay in the CPU cache between operations
 CHUNK = 2**18
+# of exact sums: multiples of a unit lie below 2^24, so float64 adds 2^29 of them without rounding
+_MOST = 2.0**40
+_UNITS = tuple(2.0**power for power in range(16, -153, -24))
 _SMALLEST, _LARGEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
@@ -72,9 +75,9 @@ def gather_statistics(
 
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
-    """Answers one round of requests. A round needs one all-reduce for all sums and counts, one
-    all-reduce for all segment sums, one for all maxima, and six for all selections and quantiles
-    together."""
+    """Answers one round of requests. A round needs one all-reduce for all sums and counts, one for
+    all exact sums, one for all segment sums, one for all maxima, and six for all selections and
+    quantiles together."""
     sums = _sums(requests, group)
     answers: Statistics = {}
     selects: dict[str, TopK | Quantile] = {}
@@ -111,20 +114,48 @@ def _sums(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns a dict that maps the name of each request to two float64 scalars: the sum of x where
     the mask is True, and the number of positions where the mask is True. Float64 represents every
-    count exactly, and the sums are almost the same in every parallel layout."""
+    count exactly. Sums without `exact` are almost the same in every parallel layout."""
     rows = []
-    for request in requests.values():
+    exact: dict[str, Tensor] = {}
+    for name, request in requests.items():
         mask = request.mask
+        total = torch.zeros((), dtype=torch.float64, device=mask.device)
         if isinstance(request, (Mean, Sum)):
             # where, not multiplication: a masked position may hold inf or NaN
-            total = torch.where(mask, request.x.detach().to(torch.float64), 0.0).sum()
-        else:
-            total = torch.zeros((), dtype=torch.float64, device=mask.device)
+            x = torch.where(mask, request.x.detach().to(torch.float64), 0.0)
+            if request.exact:
+                exact[name] = _exact_parts(x)
+            else:
+                total = x.sum()
         rows.append(torch.stack([total, mask.sum(dtype=torch.float64)]))
     table = torch.stack(rows)
     if group is not None:
         all_reduce(table, group=group)
-    return {name: (table[i, 0], table[i, 1]) for i, name in enumerate(requests)}
+    answers = {name: (table[i, 0], table[i, 1]) for i, name in enumerate(requests)}
+    if exact:
+        parts = torch.stack([*exact.values()])
+        if group is not None:
+            all_reduce(parts, group=group)
+        for name, (rest, *multiples) in zip(exact, parts, strict=True):
+            total = torch.zeros_like(rest)
+            for unit, multiple in zip(reversed(_UNITS), reversed(multiples), strict=True):
+                total = total + multiple * unit
+            answers[name] = (total + rest, answers[name][1])
+    return answers
+
+
+def _exact_parts(x: Tensor) -> Tensor:
+    """Returns [1 + number of _UNITS] float64, whose sums over ranks add up to the sum of x: first
+    the sum of the values that are not below _MOST, then for each unit a whole number of units. The
+    whole numbers are added without rounding, so their order does not matter. What is left below the
+    smallest unit is dropped."""
+    small = x.abs() < _MOST
+    sums, left = [torch.where(small, 0.0, x).sum()], torch.where(small, x, 0.0)
+    for unit in _UNITS:
+        whole = (left / unit).trunc()
+        sums.append(whole.sum())
+        left = left - whole * unit
+    return torch.stack(sums)
 
 
 def _maxima(requests: Mapping[str, Max], group: ProcessGroup | None) -> Statistics:

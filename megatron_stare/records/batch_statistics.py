@@ -70,18 +70,21 @@ class SegmentSum:
 @dataclass(frozen=True)
 class Mean:
     """Request for the mean of `x` over the positions in `mask`. The mean is NaN if no position is
-    in `mask`. Controllers ignore NaN."""
+    in `mask`. Controllers ignore NaN. `exact`: as in Sum."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
+    exact: bool = False
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Request for the sum of `x` over the positions in `mask`."""
+    """Request for the sum of `x` over the positions in `mask`. If `exact` is true, the sum has the
+    same bits in whatever order ranks and micro-batches hold the positions."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool
+    exact: bool = False
 
 
 @dataclass(frozen=True)

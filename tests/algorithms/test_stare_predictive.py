@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.method import State
 from megatron_stare.algorithms.stare_predictive import ENOUGH, StarePredictive
+from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.records.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Threshold
+from megatron_stare.records.batch_statistics import Mean, Threshold, scalar
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 THRESHOLDS = {
@@ -238,6 +239,23 @@ def test_the_forecast_leaves_out_what_the_loss_leaves_out() -> None:
         batch.rollout_log_prob = batch.old_log_prob.float() + noise
         forecast, change, _ = forecast_and_change(own, logits, batch)
         assert forecast == pytest.approx(change, rel=1e-3)
+
+
+def test_the_state_has_the_same_bits_in_any_order_of_the_tokens() -> None:
+    """As other ranks or other micro-batches hold them."""
+    own = method(share=0.3, amplify_max=50.0, attenuate_min=1e-3)
+    _, batch = softmax_batch(20 * MIXED, length=12, vocabulary=6)
+    before = fitted(own, 0.5, 0.0, level=0.29)
+    states = []
+    for seed in range(8):
+        order = torch.randperm(len(batch.index), generator=torch.Generator().manual_seed(seed))
+        here = batch.select(order)
+        state = own.control(before, ask(own, here))
+        change = {"change": Mean(0.01 * here.entropy.sin(), here.loss_mask, exact=True)}
+        state = own.observe(state, scalar(answer(change, None), "change"))
+        states.append({name: float(value) for name, value in state.items()})
+    assert states[0]["active"] == 1 and float(state["measured"]) == 10
+    assert all(state == states[0] for state in states)
 
 
 @pytest.mark.parametrize("forget", [1.0, 0.95])

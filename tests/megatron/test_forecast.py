@@ -44,22 +44,30 @@ def config_of(path: Path, **sections: Any) -> Config:
     )
 
 
-def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
-    """A step's metrics (on the reporting rank), and this rank's tokens before and entropies after
-    it."""
+def one_rank(
+    rank: int, init: str, config: Config, state: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """A step's metrics (on the reporting rank), this rank's tokens before and entropies after it,
+    and the tokens that the method selected. `state`: of the method before it; None: as a run
+    begins."""
     worker = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
     batch.step = 1
     plan = plan_of(config, batch)
     log_prob_pass(worker, batch, plan)
-    worker.measure(worker.method.initial_state())
-    before = worker.step.measured.tokens if worker.step.measured is not None else None
+    worker.measure(worker.method.initial_state() if state is None else state)
+    before, selected = None, None
+    if (measured := worker.step.measured) is not None:
+        before = measured.tokens
+        codes = worker.method.selected(before, measured.statistics)
+        selected = dict(zip(before.index.tolist(), codes.tolist(), strict=True))
     result = worker.update()
     log_prob_pass(worker, batch, plan)
     after = worker.step.measured.tokens.entropy if worker.step.measured is not None else None
     worker.close()
     metrics, state = result or (None, None)
-    return {"metrics": metrics, "state": state, "before": before, "after": after}
+    found = {"metrics": metrics, "state": state, "before": before, "after": after}
+    return found | {"selected": selected}
 
 
 def watched(metrics: dict[str, float]) -> dict[str, float]:
@@ -177,6 +185,35 @@ def test_control_expects_no_change_of_an_update_not_taken_in_a_step_without_meas
     settings = {"name": "stare_predictive", "entropy_target": 5.0, "measure_every": 2}
     ((held, taken),) = ranks.run(not_taken, 1, config_of(tmp_path, algorithm=settings))
     assert held == 0 != taken
+
+
+@pytest.mark.distributed
+def test_predictive_control_chooses_the_same_weights_in_every_layout(ranks, tmp_path: Path) -> None:
+    """With a fit, W and M of a step follow from its forecast, within float32's rounding of the
+    tokens' numbers; and the same tokens get them."""
+    save_model(tmp_path, "qwen2_tied")
+    settings = {
+        "name": "stare_predictive",
+        **{"entropy_target": 2.8, "share": 0.3, "amplify_max": 50.0, "attenuate_min": 1e-3},
+    }
+    state = build_method(settings).initial_state() | {
+        **{"steps": 9.0, "measured": 9.0, "begun": 1.0, "kappa": 0.5, "square": 1e-20},
+        **{"spread": 1.0, "spread_drift": 1.0, "level": 2.78, "held": 0.01},
+    }
+    found = []
+    for parallel in ({}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2, "pipeline": 2}):
+        config = config_of(tmp_path, algorithm=settings, parallel=parallel)
+        results = ranks.run(one_rank, config.parallel.world_size, config, state)
+        (after,) = [each["state"] for each in results if each["state"] is not None]
+        chosen = [each["selected"] for each in results if each["selected"] is not None]
+        found.append((after, {token: code for part in chosen for token, code in part.items()}))
+    alone, chosen_alone = found[0]
+    assert alone["active"] == 1 and 1 < alone["amplify"] < 50 and 1e-3 < alone["attenuate"] < 1
+    assert {-1, 0, 1} <= set(chosen_alone.values())
+    for other, chosen in found[1:]:
+        assert chosen == chosen_alone
+        for name in ("active", "gate", "amplify", "attenuate", "forecast", "wanted", "held"):
+            assert other[name] == pytest.approx(alone[name], rel=1e-5), name
 
 
 @pytest.mark.distributed

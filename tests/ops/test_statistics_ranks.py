@@ -141,6 +141,8 @@ def asked(batch: TokenBatch, example: Example) -> dict[str, Request]:
         "count": Count(mask),
         "mean": Mean(-x, mask),
         "sum": Sum(x, mask),
+        "exact mean": Mean(-x, mask, exact=True),
+        "exact sum": Sum(batch.advantage * batch.entropy / 3, mask, exact=True),
         "segments": SegmentSum(x, batch.sequence, SEGMENTS, mask),
     }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -57,3 +59,28 @@ def test_only_masked_positions_count(hidden: float) -> None:
         assert isinstance(threshold, Threshold)
         assert (int(threshold.k), int(threshold.n)) == (k, len(kept))
         assert float(threshold.value) == ordered[-k]
+
+
+@pytest.mark.parametrize("spread", [0.1, 20.0])
+def test_an_exact_sum_has_the_bits_of_the_true_sum_in_any_order(spread: float) -> None:
+    """Also of values of any size, of both signs."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(5000, generator=generator)
+    x = (x * (spread * torch.randn(5000, generator=generator)).exp()).clamp(-1e10, 1e10)
+    mask = torch.rand(5000, generator=generator) < 0.8
+    asked = {"sum": Sum(x, mask, exact=True), "mean": Mean(x, mask, exact=True)}
+    wanted = math.fsum(x[mask].tolist())
+    found = answer(asked, None)
+    assert float(found["sum"]) == pytest.approx(wanted, rel=1e-15)
+    assert float(found["mean"]) == float(found["sum"]) / int(mask.sum())
+    for _ in range(5):
+        order = torch.randperm(5000, generator=generator)
+        again = answer({"sum": Sum(x[order], mask[order], exact=True)}, None)
+        assert float(again["sum"]) == float(found["sum"])
+
+
+@pytest.mark.parametrize("large", [1e20, torch.inf, -torch.inf, torch.nan])
+def test_an_exact_sum_of_a_value_beyond_its_units(large: float) -> None:
+    x, mask = torch.tensor([1.0, large, 2.0]), torch.ones(3, dtype=torch.bool)
+    found = float(answer({"sum": Sum(x, mask, exact=True)}, None)["sum"])
+    assert found == pytest.approx(float(x.double().sum()), nan_ok=True)

@@ -121,6 +121,8 @@ def measured_change(
     head: Head,
     tokens: TokenBatch | None,
     group: ProcessGroup | None,
+    *,
+    exact: bool,
 ) -> dict[str, Tensor]:
     """Returns the metric `forecast/measured_change` in nats: the mean entropy of the batch's tokens
     under the current weights, minus the mean entropy of the same tokens in the log-prob pass. Runs
@@ -129,12 +131,13 @@ def measured_change(
     Args:
         tokens: tokens before the step, or None on all pipeline stages but the last. Without tokens,
             the function returns an empty dict.
+        exact: as in records.batch_statistics.Sum.
     """
     _, entropy = compute_log_probs(model, batch, head)
     if tokens is None:
         return {}
     answers = answer(
-        {"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.loss_mask)}, group
+        {"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.loss_mask, exact)}, group
     )
     return {name: scalar(answers, name) for name in answers}
 

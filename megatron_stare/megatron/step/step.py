@@ -324,7 +324,10 @@ class Step:
                 if self._objective is not None
                 else None
             )
-            change = measured_change(policy.model, part, policy.head, tokens, self.group)
+            exact = self._method.measures_every > 0
+            change = measured_change(
+                policy.model, part, policy.head, tokens, self.group, exact=exact
+            )
         if self.measured is not None and (due or not taken):
             after = self._method.observe(
                 self.measured.next_state, change.get("forecast/measured_change")
