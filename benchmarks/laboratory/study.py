@@ -131,7 +131,8 @@ methods a second time, and `tests/test_laboratory.py` compares both implementati
   other methods do.
 - Clip_V removes up to one token per step from the loss. One token is a far larger share of a batch
   in a toy world than in a large run.
-- OPEFO and GEPO are not in the maps, because their formulas are inferred.
+- OPEFO, GEPO and GRPODropout are not in the maps, because their formulas are inferred. The rule for
+  zeta in REPO-R is inferred too, so the rows of REPO-R judge the inferred rule.
 
 Each cell of a map has {seeds} seeds, and each seed generates a different world. All methods of a
 cell have the same worlds and the same random numbers. A difference counts as proven if it is more
