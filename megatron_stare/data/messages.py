@@ -24,8 +24,11 @@ from megatron_stare.records.batch import Demonstration, Prompt
 
 MESSAGES, TOOLS = "messages", "tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ASSISTANT = "assistant"
+ASSISTANT, CONTENT = "assistant", "content"
 WEIGHT = "weight"  # as in OpenAI's format: 0 for a turn that is not learnt
+# keys under which rows and templates have a turn's thinking, if `content` does not have it
+_THINKING = ("reasoning_content", "reasoning", "thinking")
+_THINK = "<think>"
 _PLAIN = {"add_special_tokens": False}  # the template writes them
 _TOLD = 10_000  # rows between two lines of progress; these rows take about a minute
 TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
@@ -71,7 +74,8 @@ def rendered(
     history.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
-    the turn. The template's text after the turn's last special token does not count in the loss. In
+    the turn. The template's text after the turn's last special token does not count in the loss.
+    Nor does an end-of-sequence token that the template adds to a turn that has ended, as Phi's. In
     some chat templates, such as GLM-4.5's, an assistant's turn contains no special token. An
     assistant's turn without a special token of its own is ended by the special token that opens the
     next role's message. If the last turn of a conversation contains no special token, the function
@@ -84,27 +88,31 @@ def rendered(
 
     Raises:
         RowError: the template rejects the messages, renders a message differently once later
-            messages follow, or does not begin an assistant's turn with the generation prompt.
+            messages follow, does not begin an assistant's turn with the generation prompt, or
+            leaves out the tools or a part of an assistant's turn.
     """
 
-    def text(turns: Sequence[Mapping[str, Any]], *, asks: bool) -> str:
+    def text(turns: Sequence[Mapping[str, Any]], *, asks: bool, tells: bool = True) -> str:
         try:
             return tokenizer.apply_chat_template(
                 list(turns),
-                tools=list(tools) if tools else None,
+                tools=list(tools) if tools and tells else None,
                 tokenize=False,
                 add_generation_prompt=asks,
                 **settings,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RowError(
-                f"is refused by the chat template ({error})", "correct the order of its messages"
+                f"is refused by the chat template ({error})",
+                "correct its messages, or use another template",
             ) from error
 
     skipped = [message.get(WEIGHT) == 0 for message in messages]
     messages = [{k: v for k, v in message.items() if k != WEIGHT} for message in messages]
     whole = text(messages, asks=False)
     special = special_ids(tokenizer)
+    ending = tokenizer.eos_token or ""
+    endings = tuple(tokenizer.convert_ids_to_tokens(sorted(special)))
     ids: list[int] = []
     mask: list[bool] = []
     at, open_ = 0, False  # open_: True if the turn before `at` has no special token
@@ -125,6 +133,11 @@ def rendered(
             continue
         begin = text(messages[:number], asks=True)
         through = text(messages[: number + 1], asks=False)
+        # Phi writes one more token behind the last message of all: it is not the turn's own
+        shorter = through.removesuffix(ending)
+        if shorter != through and shorter.rstrip().endswith(endings):
+            more = text(messages[: number + 1], asks=True)
+            through = through if more.startswith(through) else shorter
         if not through.startswith(begin):
             raise RowError(
                 "has a turn that the chat template does not begin with its generation prompt"
@@ -138,6 +151,9 @@ def rendered(
                 'give each such turn a row of its own that ends with the turn, with "weight": 0 in'
                 " the assistant's earlier messages; or use a template that keeps the history",
             )
+        if tools and not mask and begin == text(messages[:number], asks=True, tells=False):
+            raise _left_out("tools, of which the chat template does not tell the policy")
+        _check_turn(message, through[len(begin) :])
         add(len(begin), learnt=False)
         add(len(through), learnt=True)
         # the policy must not stop where it goes on itself
@@ -146,6 +162,25 @@ def rendered(
         return Rendered([*ids, end], [*mask, True])
     add(len(whole), learnt=False)
     return Rendered(ids, mask)
+
+
+def _check_turn(message: Mapping[str, Any], turn: str) -> None:
+    """Raises RowError if the text that the template renders for an assistant's turn lacks a part of
+    the message. A template without tools renders a turn with nothing but a call as an empty
+    turn."""
+    if not all(call["function"]["name"] in turn for call in message.get("tool_calls", ())):
+        raise _left_out("a tool call, which the chat template leaves out")
+    # templates change the spaces around a text, and may open the thinking in the generation prompt
+    found = "".join(turn.split())
+    for key in (CONTENT, *_THINKING):
+        said = message.get(key)
+        if not isinstance(said, str) or "".join(said.split()).removeprefix(_THINK) in found:
+            continue
+        raise _left_out(f"a turn of which the chat template leaves out text of {key!r}")
+
+
+def _left_out(what: str) -> RowError:
+    return RowError(f"has {what}", "use a template that renders this, or remove this from the row")
 
 
 def _next_role(text: Callable[..., str], tokenizer: Any, special: Collection[int]) -> int | None:

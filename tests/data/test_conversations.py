@@ -118,6 +118,27 @@ def test_a_turn_that_ends_where_the_next_role_begins(tmp_path: Path) -> None:
     assert words == "It is 3.It is 3.<|user|>"
 
 
+# in the form of Phi-3.5's and Phi-4-mini's
+END_OF_ALL = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+
+
+def test_a_token_after_the_whole_conversation_is_no_part_of_the_last_turn() -> None:
+    other = AutoTokenizer.from_pretrained(CHAT)
+    roles = [AddedToken(f"<|{role}|>", rstrip=True) for role in ("end", "user", "assistant")]
+    other.add_special_tokens({"additional_special_tokens": roles})
+    other.chat_template = END_OF_ALL
+    assert learnt(other, ASK, SAY) == "It is 3.<|end|>"
+    assert learnt(other, ASK, SAY, ASK, SAY) == "It is 3.<|end|>It is 3.<|end|>"
+    # where later messages leave it in its place, it is the turn's own
+    other.chat_template = END_OF_ALL.replace("<|end|>\n{% endfor %}", "{{ eos_token }}{% endfor %}")
+    other.chat_template = other.chat_template.replace("{% else %}{{ eos_token }}", "")
+    said = {**SAY, "content": "It is 3.<|end|>"}
+    assert learnt(other, ASK, said, ASK, said) == "It is 3.<|end|><|im_end|>" * 2
+
+
 def test_a_template_without_special_tokens_ends_no_turn(tokenizer: Any) -> None:
     other = AutoTokenizer.from_pretrained(CHAT)
     other.chat_template = (
@@ -145,6 +166,47 @@ def test_a_template_that_cuts_the_thinking_of_the_last_turn_is_refused(tokenizer
     )
     with pytest.raises(RowError, match=r"does not begin with its generation prompt .*<think>"):
         rendered([ASK, {"role": "assistant", "content": "<think>\n1+2</think>3"}], None, other)
+
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turn", "tools", "fault"),
+    [
+        ({**CALL, "content": ""}, None, "a tool call, which the chat template leaves out"),
+        ({**SAY, "reasoning_content": "1+2"}, None, "leaves out text of 'reasoning_content'"),
+        (SAY, [TOOL], "tools, of which the chat template does not tell the policy"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(turn: Any, tools: Any, fault: str) -> None:
+    """As by the templates of Llama 3.1 and of DeepSeek-V3, which render a call without text as an
+    empty turn."""
+    other = AutoTokenizer.from_pretrained(CHAT)
+    other.chat_template = PLAIN
+    assert learnt(other, ASK, {**SAY, "content": " It is 3.\n"}) == "It is 3.<|im_end|>"
+    with pytest.raises(RowError, match=fault):
+        rendered([ASK, turn], tools, other)
+
+
+def test_the_published_templates_lose_nothing() -> None:
+    """Qwen3 writes the thinking of `content` and of `reasoning_content` in the same way."""
+    thought = {**SAY, "content": "<think>1+2</think>It is 3."}
+    apart = {**SAY, "reasoning_content": "1+2"}
+    text = "<think>\n1+2\n</think>\n\nIt is 3.<|im_end|>"
+    for turn in (thought, apart):
+        assert learnt(published("qwen3"), ASK, turn) == text
+    with pytest.raises(RowError, match="leaves out text of 'reasoning_content'"):
+        rendered([ASK, apart], None, published("qwen2.5"))
+    for name in ("qwen2.5", "qwen3"):
+        said = learnt(published(name), ASK, CALL, tools=[TOOL])
+        assert said.endswith(
+            'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+        )
 
 
 def test_a_signal_ends_the_reading_of_a_large_file(
