@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from jinja2 import TemplateError
+
 from megatron_stare.config.schema import Config
+from megatron_stare.data.messages import ASSISTANT, keeps
 from megatron_stare.data.records import Messages
 from megatron_stare.environments.environment import find_environment
 from megatron_stare.errors import ConfigError, DataError
@@ -58,8 +61,8 @@ class PromptEncoder:
             where: line or id that an error message names.
 
         Raises:
-            DataError: the prompt has no tokens, or has several messages but `data.chat_template` is
-                false.
+            DataError: the prompt has no tokens, has several messages but `data.chat_template` is
+                false, or has messages that the chat template refuses or leaves out.
             PromptTooLongError: the prompt has too many tokens, and the configuration does not allow
                 cutting the prompt.
         """
@@ -73,20 +76,10 @@ class PromptEncoder:
                 fix="data.chat_template=true",
             )
         if self._chat_template:
-            ids = self._tokenizer.apply_chat_template(
-                [
-                    *({"role": role, "content": content} for role, content in before),
-                    {"role": "user", "content": text},
-                ],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,  # transformers 5 would otherwise return a BatchEncoding
-                **self._template_kwargs,
-            )
-        else:
-            # Raw text is encoded as it is; a BOS token, if the model needs one, belongs in the
-            # template. A run warns if it is missing there (driver/opening.py).
-            ids = self._tokenizer(text, add_special_tokens=False).input_ids
+            text = self._rendered((*before, ("user", text)), where)
+        # Raw text is encoded as it is; a BOS token, if the model needs one, belongs in the
+        # template. A run warns if it is missing there (driver/opening.py).
+        ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise DataError(
                 "the prompt has no tokens, so there is nothing to continue", where=where
@@ -102,3 +95,27 @@ class PromptEncoder:
                 ),
             )
         return tuple(ids[-self._limit :])
+
+    def _rendered(self, prompt: Messages, where: str) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [{"role": role, "content": content} for role, content in prompt],
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._template_kwargs,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the chat template refuses the prompt: {error}",
+                where=where,
+                fix="correct its messages, or use another template",
+            ) from error
+        for role, content in prompt:
+            # templates may leave out thinking, and may write answers of tools as JSON
+            if role not in (ASSISTANT, "tool") and not keeps(text, content):
+                raise DataError(
+                    f"the chat template leaves out the prompt's message of the role {role!r}",
+                    where=where,
+                    fix="use a role that the template renders, or remove it",
+                )
+        return text

@@ -26,6 +26,7 @@ MESSAGES, TOOLS = "messages", "tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASSISTANT, CONTENT = "assistant", "content"
 WEIGHT = "weight"  # as in OpenAI's format: 0 for a turn that is not learnt
+ASKING = ("system", "developer", "user")  # roles whose text every template renders as it is
 # keys under which rows and templates have a turn's thinking, if `content` does not have it
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 _THINK = "<think>"
@@ -89,7 +90,7 @@ def rendered(
     Raises:
         RowError: the template rejects the messages, renders a message differently once later
             messages follow, does not begin an assistant's turn with the generation prompt, or
-            leaves out the tools or a part of an assistant's turn.
+            leaves out the tools, an asking message or a part of an assistant's turn.
     """
 
     def text(turns: Sequence[Mapping[str, Any]], *, asks: bool, tells: bool = True) -> str:
@@ -110,6 +111,11 @@ def rendered(
     skipped = [message.get(WEIGHT) == 0 for message in messages]
     messages = [{k: v for k, v in message.items() if k != WEIGHT} for message in messages]
     whole = text(messages, asks=False)
+    for message in messages:
+        if message["role"] in ASKING and not keeps(whole, message[CONTENT]):
+            raise _left_out(
+                f"a message of the role {message['role']!r}, which the chat template leaves out"
+            )
     special = special_ids(tokenizer)
     ending = tokenizer.eos_token or ""
     endings = tuple(tokenizer.convert_ids_to_tokens(sorted(special)))
@@ -170,13 +176,17 @@ def _check_turn(message: Mapping[str, Any], turn: str) -> None:
     turn."""
     if not all(call["function"]["name"] in turn for call in message.get("tool_calls", ())):
         raise _left_out("a tool call, which the chat template leaves out")
-    # templates change the spaces around a text, and may open the thinking in the generation prompt
-    found = "".join(turn.split())
     for key in (CONTENT, *_THINKING):
         said = message.get(key)
-        if not isinstance(said, str) or "".join(said.split()).removeprefix(_THINK) in found:
-            continue
-        raise _left_out(f"a turn of which the chat template leaves out text of {key!r}")
+        # a template may open the thinking in the generation prompt
+        if isinstance(said, str) and not keeps(turn, said.lstrip().removeprefix(_THINK)):
+            raise _left_out(f"a turn of which the chat template leaves out text of {key!r}")
+
+
+def keeps(rendered: str, said: str) -> bool:
+    """Checks whether a rendered text contains a message's text. Ignores white space, which
+    templates change around and inside of messages."""
+    return said in rendered or "".join(said.split()) in "".join(rendered.split())
 
 
 def _left_out(what: str) -> RowError:

@@ -209,6 +209,14 @@ def test_the_published_templates_lose_nothing() -> None:
         )
 
 
+def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    """Qwen2.5's has no role developer."""
+    with pytest.raises(RowError, match="the role 'developer', which the chat template leaves out"):
+        rendered(
+            [{"role": "developer", "content": "Be brief."}, ASK, SAY], None, published("qwen2.5")
+        )
+
+
 def test_a_signal_ends_the_reading_of_a_large_file(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

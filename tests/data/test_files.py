@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from support.char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
+from support.real_tokenizers import NAMES
+from support.real_tokenizers import tokenizer as published
 
 from megatron_stare.config.load import validate, with_absolute_paths
 from megatron_stare.config.rollout_sections import MixtureFile
@@ -87,6 +89,37 @@ def test_a_conversation_goes_through_the_chat_template(tmp_path):
     assert prompt.token_ids == ids("u 1+1=;a 2;u +2+2=;a ")
     with pytest.raises(DataError, match="several messages") as error:
         source(path=path)
+    assert error.value.where == f"{path}:1"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_templates_get_the_prompts_that_transformers_makes(tmp_path, name):
+    turns = [("system", "Be brief.\n"), ("user", "1+1 "), ("assistant", "<think>a</think>2")]
+    messages = [{"role": role, "content": text} for role, text in [*turns, ("user", " 2+2")]]
+    path = lines(tmp_path / "p.jsonl", {"prompt": messages, "answer": 4})
+    (prompt,) = source(published(name), path=path, chat_template=True, limit=90).take(1)
+    assert list(prompt.token_ids) == published(name).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+
+
+@pytest.mark.parametrize("role", ["human", "developer"])
+def test_a_message_that_the_template_leaves_out_is_named(tmp_path, role):
+    turns = [{"role": role, "content": "1+1"}, {"role": "user", "content": "2+2"}]
+    path = lines(tmp_path / "p.jsonl", {"prompt": turns, "answer": 4})
+    with pytest.raises(DataError, match=f"leaves out the prompt's message of the role '{role}'"):
+        source(published("qwen2.5"), path=path, chat_template=True, limit=90)
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path):
+    """As the templates of Gemma 2 do, which have no system message."""
+    refuses = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "1+1"}]
+    path = lines(tmp_path / "p.jsonl", {"prompt": turns, "answer": 2})
+    with pytest.raises(DataError, match="the chat template refuses the prompt: no system") as error:
+        source(char_tokenizer(refuses + CHAT_TEMPLATE), path=path, chat_template=True)
     assert error.value.where == f"{path}:1"
 
 

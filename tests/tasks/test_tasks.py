@@ -142,8 +142,8 @@ def test_a_template_is_put_around_the_prompt_before_the_chat_template() -> None:
         def __call__(self, text: str, add_special_tokens: bool) -> Any:
             return type("Encoded", (), {"input_ids": [ord(c) for c in text]})
 
-        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
-            return [ord(c) for c in f"<{messages[0]['content']}>"]
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+            return f"<{messages[0]['content']}>"
 
     def put(text: str, **data: Any) -> str:
         ids = PromptEncoder(config(data=data, rollout={"max_prompt_tokens": 60}), Characters())(
