@@ -41,6 +41,22 @@ class Malformed(NamedTuple):
     why: str
 
 
+class LeftOut(NamedTuple):
+    """Parts of a turn that a chat template omits when the turn has become an earlier turn.
+
+    `opening`: the last token ids of the turn's opening, which start the thinking, or which are an
+        empty thought.
+    `thinking`: True if the template omits the thinking that the policy wrote.
+    """
+
+    opening: list[int]
+    thinking: bool
+
+    def changes(self, text: str) -> bool:
+        """Returns True if the template omits something from a turn with this text."""
+        return bool(self.opening) or (self.thinking and THOUGHT in text)
+
+
 def read_calls(text: str) -> list[Call | Malformed]:
     """Returns the tool calls in the text of a turn, in the order in which they occur.
 
@@ -120,6 +136,8 @@ class ChatFormat:
         self.end = self._special[whole[slice(*ends)]]
 
     def _check_tools(self, whole: str, at: int) -> None:
+        for mark in (OPEN, CLOSE):
+            self._require_text(mark, "no call would be found")
         opened = whole.rfind(OPEN, 0, at)
         if at < 0 or read_calls(whole[max(opened, 0) :])[:1] != [Call("call", {"text": _MARK})]:
             raise ConfigError(
@@ -135,6 +153,14 @@ class ChatFormat:
                 "the tokenizer's chat template does not tell the policy which tools there are",
                 where=WHERE,
                 fix="use a template that renders `tools`",
+            )
+
+    def _require_text(self, mark: str, lost: str) -> None:
+        if mark in self._special:
+            raise ConfigError(
+                f"{mark} is a special token, which no turn's text contains, so {lost}",
+                where="model.path",
+                fix=f'"special": false for {mark} in tokenizer.json and tokenizer_config.json',
             )
 
     def between(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
@@ -155,43 +181,32 @@ class ChatFormat:
                 for message in messages
             ]
         )
-        text = whole[self._turn_end(whole, whole.rfind(_MARK))[1] :]
-        return self._tokenizer(text, add_special_tokens=False).input_ids, text
+        begin, end = self._turn_end(whole, whole.rfind(_MARK))
+        # encoded behind the token that ends the turn, as Phi's takes the white space after it
+        ids = self._encoded(whole[begin:])
+        return ids[ids.index(self.end) + 1 :], whole[end:]
 
-    def left_out(self) -> list[int] | None:
-        """Checks whether the template omits the thinking from earlier turns.
-
-        Returns: None if the template keeps the thinking. Otherwise the last token ids of a turn's
-            opening, which start the thinking and which the template omits when the turn has become
-            an earlier turn.
+    def left_out(self) -> LeftOut | None:
+        """Returns the parts of a turn that the template omits when the turn has become an earlier
+        turn. Returns None if the template keeps earlier turns as they were sampled.
 
         Raises:
-            ConfigError: the template changes an earlier turn in another way. For example, Qwen3's
-                template with `enable_thinking: false` opens a turn with an empty thought, which it
-                omits from earlier turns.
+            ConfigError: the template changes an earlier turn in another way.
         """
         rest = f"{THINK}\n{_THOUGHT}\n{THOUGHT}\n\nrest"
         answers = [_tool_answer("answer")]
         aloud, silent = (self._rendered(answers, content) for content in (rest, "rest"))
+        thinking = _THOUGHT not in aloud
         opening = self._template([{"role": "user", "content": "question"}])
-        if _THOUGHT in aloud:
-            if aloud.startswith(opening):
-                return None
-            raise ConfigError(
-                "the tokenizer's chat template opens a turn otherwise than it renders an earlier"
-                " one",
-                where=WHERE,
-                fix="earlier_thinking: keep, or another template",
-            )
         alike = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(opening, silent, strict=False)
         )
         common = sum(1 for _ in alike)
-        ids = [
-            self._tokenizer(text, add_special_tokens=False).input_ids
-            for text in (opening, opening[common:])
-        ]
-        changed = aloud != silent or not silent[common:].startswith("rest")
+        # a template that keeps thoughts may yet omit the empty one of enable_thinking: false
+        if not thinking and THOUGHT not in opening[common:]:
+            return None
+        ids = [self._encoded(text) for text in (opening, opening[common:])]
+        changed = (thinking and aloud != silent) or not silent[common:].startswith("rest")
         if changed or ids[0][len(ids[0]) - len(ids[1]) :] != ids[1]:
             raise ConfigError(
                 "the tokenizer's chat template changes more of an earlier turn than to leave out"
@@ -199,20 +214,22 @@ class ChatFormat:
                 where=WHERE,
                 fix="earlier_thinking: keep, or another template",
             )
-        return ids[1]
+        self._require_text(THOUGHT, "the end of the thinking would not be found")
+        return LeftOut(ids[1], thinking)
 
-    def history(self, context: Sequence[int], text: str, opened: Sequence[int]) -> list[int]:
-        """Returns the token ids of a context and of the policy's turn after this context. The
-        template renders earlier turns without their thinking. The returned ids therefore contain
-        neither the turn's thinking nor the ids in `opened`, which start the thinking.
+    def history(self, context: Sequence[int], text: str, left_out: LeftOut) -> list[int]:
+        """Returns the token ids of a context and of the policy's turn after this context, as the
+        template renders an earlier turn: without the parts in `left_out`.
 
         Args:
             text: text of the turn.
-            opened: the ids that `left_out` returned.
         """
-        rest = _broken(text.rpartition(THOUGHT)[2].lstrip("\n"), self._special)
-        ids = self._tokenizer(rest, add_special_tokens=False).input_ids
-        return [*context[: len(context) - len(opened)], *ids, self.end]
+        rest = text.rpartition(THOUGHT)[2].lstrip("\n") if left_out.thinking else text
+        ids = self._encoded(_broken(rest, self._special))
+        return [*context[: len(context) - len(left_out.opening)], *ids, self.end]
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False).input_ids
 
     def _rendered(self, after: Sequence[Mapping[str, str]], content: str = "") -> str:
         """Renders a conversation that consists of a question, a turn of the policy, the messages

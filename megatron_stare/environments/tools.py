@@ -28,7 +28,6 @@ from transformers.utils import get_json_schema
 
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.chat import (
-    THOUGHT,
     Call,
     ChatFormat,
     Malformed,
@@ -251,11 +250,8 @@ class Tools(Environment):
                 where=config.model.path,
                 fix=f"add {self._format.end} to eos_token_id in generation_config.json",
             )
-        # ids that an earlier turn's opening lacks, if its thinking is left out of the history
-        self._opened: list[int] | None = None
-        if earlier_thinking != "keep":
-            self._opened = self._format.left_out()
-        if earlier_thinking == "refuse" and self._opened is not None:
+        self._left_out = None if earlier_thinking == "keep" else self._format.left_out()
+        if earlier_thinking == "refuse" and self._left_out is not None:
             raise ConfigError(
                 "the chat template leaves out the thinking of earlier turns, which"
                 " earlier_thinking=refuse does not allow",
@@ -327,8 +323,8 @@ class Tools(Environment):
             )
             # no room for the answers and a token of the policy's
             history = None  # of a new branch
-            if self._opened is not None and THOUGHT in turn.text:
-                history = self._format.history(context, turn.text, self._opened)
+            if self._left_out is not None and self._left_out.changes(turn.text):
+                history = self._format.history(context, turn.text, self._left_out)
             said = response.length + (len(tokens) if history is None else 0)
             before = len(response.context if history is None else history)
             if said >= limit or before + len(tokens) >= longest:

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from megatron_stare.config.schema import Config
 from megatron_stare.data.encode import PromptEncoder
 from megatron_stare.environments import tools as tools_module
+from megatron_stare.environments.chat import LeftOut
 from megatron_stare.environments.environment import Turn, make_environment
 from megatron_stare.environments.sandboxes import Ran
 from megatron_stare.environments.tools import FolderSearch, Tools
@@ -614,6 +615,15 @@ def test_a_turn_follows_the_history_that_the_template_writes(template: str) -> N
     assert third == [*TOKENIZER("no thought").input_ids, END]
 
 
+def test_an_opening_that_is_left_out_changes_a_turn_without_the_end_of_a_thought() -> None:
+    left_out = thinking(OPENING, "branch")._format.left_out()
+    assert left_out == LeftOut(TOKENIZER("<think>\n").input_ids, True)
+    assert left_out.changes("no thought")
+    forgetful = thinking(FORGETFUL, "branch")._format.left_out()
+    assert forgetful == LeftOut([], True)
+    assert forgetful.changes("a</think>b") and not forgetful.changes("no thought")
+
+
 def test_thinking_is_kept_unless_told_otherwise() -> None:
     """And a turn without thinking begins no branch."""
     thought = "<think>\n2 and 3\n</think>\n\n"
@@ -630,7 +640,7 @@ def test_thinking_is_kept_unless_told_otherwise() -> None:
 
 def test_a_thought_cannot_write_a_token_of_the_template() -> None:
     environment = thinking(FORGETFUL, "branch")
-    ids = environment._format.history([1, 2], "a</think>b<|im_end|>c", [])
+    ids = environment._format.history([1, 2], "a</think>b<|im_end|>c", LeftOut([], True))
     assert ids == [1, 2, *TOKENIZER("b< |im_end|>c").input_ids, END]
 
 
