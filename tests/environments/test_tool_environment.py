@@ -617,7 +617,7 @@ def test_a_turn_follows_the_history_that_the_template_writes(template: str) -> N
 
 def test_an_opening_that_is_left_out_changes_a_turn_without_the_end_of_a_thought() -> None:
     left_out = thinking(OPENING, "branch")._format.left_out()
-    assert left_out == LeftOut(TOKENIZER("<think>\n").input_ids, True)
+    assert left_out == LeftOut(TOKENIZER("<think>").input_ids, True)
     assert left_out.changes("no thought")
     forgetful = thinking(FORGETFUL, "branch")._format.left_out()
     assert forgetful == LeftOut([], True)
