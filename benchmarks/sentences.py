@@ -33,7 +33,7 @@ def of_page(page: Path) -> list[str]:
     """Returns the sentences of a page's paragraphs and list items; tables and code are left out."""
     found, paragraph, code = [], [], False
     for line in [*page.read_text().splitlines(), ""]:
-        code ^= line.startswith("```")
+        code ^= line.lstrip().startswith("```")
         begins = re.match(r"\s*(?:[-*]|\d+\.) (.*)", line)
         other = not line.strip() or line.startswith(("|", "#", "!", "<", "`" * 3, "    "))
         if begins or other or code:
