@@ -184,7 +184,7 @@ PLAIN = (
     ],
 )
 def test_what_a_template_leaves_out_is_refused(turn: Any, tools: Any, fault: str) -> None:
-    """As by the templates of Llama 3.1 and of DeepSeek-V3, which render a call without text as an
+    """The templates of Llama 3.1 and of DeepSeek-V3 render a call without text as an
     empty turn."""
     other = AutoTokenizer.from_pretrained(CHAT)
     other.chat_template = PLAIN

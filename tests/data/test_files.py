@@ -112,7 +112,7 @@ def test_a_message_that_the_template_leaves_out_is_named(tmp_path, role):
 
 
 def test_a_prompt_that_the_template_refuses_is_named(tmp_path):
-    """As the templates of Gemma 2 do, which have no system message."""
+    """Gemma 2 has such a template, without a system message."""
     refuses = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
