@@ -148,13 +148,13 @@ compared methods ignore a setting, for example the target. The table counts a re
 once.
 """
 CHOOSING = """\
-Each map varies two settings. The first table shows pass@1 for the values of one setting, averaged
-over the values of the map's other setting. Use only the direction in which a setting helps, not its
-best value, because the target in nats depends on the model. `megatron-stare suggest` suggests a
-target from a run's first steps ([tuning](tuning.md)).
+Each map varies two settings. Each row of the first table shows pass@1 at the values of one of the
+two settings, as a mean over the values of the other. Use only the direction in which a setting
+helps, not its best value, because the target in nats depends on the model. `megatron-stare suggest`
+suggests a target from a run's first steps ([tuning](tuning.md)).
 
 The second table compares each method with the map's first method, training by training. The
-comparison uses the figure that answers the map's question. The table names the methods with the
+comparison uses the number that answers the map's question. The table names the methods with the
 most wins per training, after subtracting losses. Numbers in brackets are mean differences from the
 first method. For the distance from the target, each target counts as a separate training.
 """

@@ -50,8 +50,8 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 class StateProof:
     """Fingerprint of the state of all ranks together. Equal states have equal fingerprints.
 
-    `log_probs`: maps the name of each policy to its log-probs of a canary batch, [N] in canonical
-        order, nats.
+    `log_probs`: maps the name of each policy to its log-probs [N], in nats,
+        of the tokens of a canary batch in canonical order.
     `sums`: maps each tensor's name to two numbers: the sum of the absolute values of the tensor's
         elements, and the sum of the squares of the tensor's elements.
     `counts`: maps the name of each step counter to the counter's value.

@@ -30,8 +30,7 @@ class AlgorithmConfig:
     """The method and its settings.
 
     `name`: a method's short name, or the dotted path of a user's class.
-    `method`: instance of the method's class. The fields of this instance contain the values of the
-        method's settings.
+    `method`: the method as an object, whose fields are the values of the method's settings.
     """
 
     name: str

@@ -217,7 +217,8 @@ def _reason(
     has: Collection[str],
     off: Collection[str],
 ) -> str:
-    """Returns the reason why a feature with the value null is off, or "" if the feature is on.
+    """Returns the reason why a feature that is chosen automatically (null) is off, or "" if the
+    feature is on.
 
     Args:
         off: names of features in earlier rows that are off.

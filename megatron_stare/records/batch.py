@@ -142,8 +142,7 @@ class TokenBatch:
 
     @property
     def surprisal(self) -> Tensor:
-        """[N] surprisal s = max(-ln p, 0) + 0.0 of the sampled token, detached. Adding 0.0 turns
-        -0.0 into 0.0."""
+        """[N] surprisal of the sampled token, s = max(-ln p, 0), detached. Never -0.0."""
         return (-self.selected_by).clamp_min(0) + 0.0
 
     @property

@@ -15,8 +15,8 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the final answer equals `answer`, else 0.0. White space at the start and end
-    of the final answer and of `answer` is ignored."""
+    """Returns 1.0 if the final answer equals `answer`, else 0.0. Both are
+    compared without white space at their start and end."""
     given = final_answer(response)
     return float(given is not None and given.strip() == answer.strip())
 

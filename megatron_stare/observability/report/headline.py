@@ -109,7 +109,7 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 def alike(runs: Sequence[RunRecord]) -> list[str]:
     """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
     steps. The sentence states up to which step the entropy and the reward of the two runs are
-    equal. The sentence also says that the lines of the two runs cover each other in the charts. If
+    equal. The sentence also says that the two runs' lines overlap in the charts. If
     the gate of one or both runs stayed closed in all steps with equal entropy and reward, the
     sentence gives the closed gate as the reason."""
     found = []

@@ -215,8 +215,7 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Detects when the complete groups of a round are enough to decide which groups of the round
-    are used.
+    """Detects when a round has enough complete groups to know which groups are trained on.
 
     Args:
         prompts: the round's prompts, in canonical order.

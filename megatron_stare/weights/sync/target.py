@@ -100,8 +100,8 @@ class SyncTarget(Protocol):
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
         """Returns, for each engine, a tuple of trainer ranks. The tuple contains one trainer rank
-        for each rank of the engine, in the order of the engine's ranks. Each rank of the engine
-        uses the same device as the corresponding trainer rank of the tuple.
+        for each rank of the engine, in the order of the engine's ranks. A rank of the engine uses
+        the same device as the trainer rank at its place in the tuple.
 
         Args:
             places: identifiers of all trainer ranks, see `here`.
