@@ -107,7 +107,7 @@ class Run:
     def found(self) -> tuple[str, list[dict[str, Any]]]:
         """Returns the checksum of the policy, and the metrics that are no clock."""
         rows = [
-            {key: value for key, value in row.items() if key != "tools/seconds"}
+            {key: value for key, value in row.items() if not key.startswith("tools/seconds")}
             for row in metrics(self.dir)
         ]
         policy = (self.dir / "hf/model.safetensors").read_bytes()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.glossary import explained
 from transformers import AutoTokenizer
 
 from megatron_stare.config.schema import Config
@@ -399,6 +400,29 @@ def test_tools_that_the_policy_makes_up_share_one_metric() -> None:
     assert names == {"tools/calls_of_unknown": 3.0, "tools/calls_of_add": 1.0}
 
 
+def test_failures_and_seconds_are_told_of_each_tool() -> None:
+    """Of its own calls alone, whatever the others' number."""
+
+    def made(name: str | None, failed: bool, seconds: float) -> dict[str, Any]:
+        return {"name": name, "failed": failed, "seconds": seconds, "tokens": 1}
+
+    sample = run(tools(), Script("done"))
+    slow = [made("slow", False, 3.0), made("slow", True, 5.0)]
+    quick = [made("quick", each == 0, 0.5) for each in range(4)]
+    sample.calls = (*slow, *quick, made(None, True, 0.0))
+    found = tool_metrics([sample, run(tools(), Script("done"))])
+    told = {name: value for name, value in found.items() if "s_of_" in name}
+    assert told == {
+        "tools/calls_of_quick": 2.0,
+        "tools/failures_of_quick": 0.25,
+        "tools/seconds_of_quick": 0.5,
+        "tools/calls_of_slow": 1.0,
+        "tools/failures_of_slow": 0.5,
+        "tools/seconds_of_slow": 4.0,
+    }
+    explained(told)
+
+
 def test_functions_that_never_return_end_the_run_before_all_threads_are_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +509,7 @@ def test_metrics_and_stored_responses_have_the_calls() -> None:
     assert found["tools/turns"] == 2.0
     assert found["tools/tokens"] == int((~used.loss_mask).sum()) / 2
     assert (found["tools/calls_of_add"], found["tools/calls_of_fails"]) == (0.5, 0.5)
+    assert (found["tools/failures_of_add"], found["tools/failures_of_fails"]) == (0.0, 1.0)
     assert tool_metrics([unused]) == {}
     rows = rollout_rows(1, [used, unused], 2)
     assert json.loads(json.dumps(rows[0]))["calls"] == list(used.calls)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,6 +82,13 @@ METRICS = (
         "mean calls of this tool in a response; of `unknown`: of tools that do not exist",
         "as tools/calls",
     ),
+    Metric(
+        "tools/failures_of_<tool>",
+        "share",
+        "as tools/failed, among this tool's calls",
+        "as tools/failed",
+    ),
+    Metric("tools/seconds_of_<tool>", "s", "mean time of a call of this tool", "as tools/seconds"),
     Metric(
         "group/degenerate",
         "share",
@@ -252,24 +258,30 @@ def tool_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
     if not calls and all(sample.turns == 1 for sample in samples):
         return {}
     # the policy may make up any number of names
-    by_tool = Counter(
-        call["name"] if call.get("known", True) else "unknown"
-        for call in calls
-        if call["name"] is not None
-    )
+    by_tool: dict[str, list[Mapping[str, Any]]] = {}
+    for call in calls:
+        if call["name"] is not None:
+            name = call["name"] if call.get("known", True) else "unknown"
+            by_tool.setdefault(name, []).append(call)
 
-    def share(key: Callable[[Mapping[str, Any]], float]) -> float:
-        return sum(map(key, calls)) / len(calls) if calls else float("nan")
+    def mean(key: str, of: Sequence[Mapping[str, Any]]) -> float:
+        return sum(call[key] for call in of) / len(of) if of else float("nan")
 
+    of_tools: dict[str, float] = {}
+    for name, own in sorted(by_tool.items()):
+        of_tools[f"tools/calls_of_{name}"] = len(own) / len(samples)
+        of_tools[f"tools/failures_of_{name}"] = mean("failed", own)
+        of_tools[f"tools/seconds_of_{name}"] = mean("seconds", own)
+    unread = sum(call["name"] is None for call in calls)
     return {
         "tools/calls": len(calls) / len(samples),
         "tools/used": sum(bool(sample.calls) for sample in samples) / len(samples),
-        "tools/failed": share(lambda call: call["failed"]),
-        "tools/malformed": share(lambda call: call["name"] is None),
-        "tools/seconds": share(lambda call: call["seconds"]),
+        "tools/failed": mean("failed", calls),
+        "tools/malformed": unread / len(calls) if calls else float("nan"),
+        "tools/seconds": mean("seconds", calls),
         "tools/tokens": sum(call["tokens"] for call in calls) / len(samples),
         "tools/turns": sum(sample.turns for sample in samples) / len(samples),
-        **{f"tools/calls_of_{name}": n / len(samples) for name, n in sorted(by_tool.items())},
+        **of_tools,
     }
 
 
