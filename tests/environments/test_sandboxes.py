@@ -25,11 +25,11 @@ import yaml
 
 from megatron_stare.environments import sandboxes
 from megatron_stare.environments.sandbox_worker import LEFT_OUT
-from megatron_stare.environments.sandboxes import Ran, Sandbox, make_sandbox
+from megatron_stare.environments.sandboxes import Bubblewrap, Ran, Sandbox, make_sandbox
 from megatron_stare.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.wide
 MEMORY_MB = 256
 COVERED = "MEGATRON_STARE_TEST_PROC_IS_COVERED"
 
@@ -210,6 +210,7 @@ def test_a_driver_with_thousands_of_open_files_runs_programs() -> None:
             os.close(number)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COVERED in os.environ, reason="this test runs the others so")
 def test_attempts_fail_where_a_part_of_proc_is_covered() -> None:
     """Covers what NVIDIA's container hook covers, so that no sandbox gets a /proc of its own."""
@@ -221,8 +222,6 @@ def test_attempts_fail_where_a_part_of_proc_is_covered() -> None:
         "-q",
         "-n",
         "0",
-        "-m",
-        "slow",
         "-p",
         "no:cacheprovider",
     ]
@@ -252,6 +251,7 @@ print(json.dumps([os.geteuid(), *(each.output for each in ran)]))
 NOBODY = 65534
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests have run as a plain user")
 @pytest.mark.skipif(COVERED in os.environ, reason="once is enough")
 def test_attempts_of_a_plain_user_fail_as_roots_do(canary: dict[str, Any]) -> None:
@@ -400,11 +400,13 @@ def test_a_sandbox_that_is_closed_ends_what_runs_in_it() -> None:
     """A program may run for long, and others wait for its worker."""
     others = set(psutil.Process().children(recursive=True))  # of sandboxes of other tests
     made = make_sandbox("bubblewrap", None, 1, MEMORY_MB, 2000)
+    assert isinstance(made, Bubblewrap)
     assert run(made, "print(1)") == Ran("1\n", False)
 
     async def story() -> list[Any]:
         tasks = [asyncio.create_task(made.run("import time; time.sleep(600)", 600.0)) for _ in "ab"]
-        await asyncio.sleep(0)
+        while not made._free.empty():  # until the first has the worker: close drops what waits
+            await asyncio.sleep(0)
         await asyncio.to_thread(made.close)
         return await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -1,32 +1,54 @@
 """The sandbox `monty`: the attempts of test_sandboxes.py on an interpreter that knows nothing of
-the machine.
-
-pip install pydantic-monty==1.4.0        into an environment that has this project
-"""
+the machine. They fail, not skip, where the package is missing, which is part of `.[dev]`."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from environments.test_sandboxes import ATTEMPTS, ESCAPED, MEMORY_MB, canary, program, run
+from environments.test_sandboxes import ATTEMPTS, ESCAPED, MEMORY_MB, ROOT, canary, program, run
 
 from megatron_stare.environments.sandbox_worker import LEFT_OUT
 from megatron_stare.environments.sandboxes import Ran, Sandbox, make_sandbox
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("pydantic_monty")
+pytestmark = pytest.mark.wide
 __all__ = ["canary"]
+# the release that the project installs
+(PIN,) = re.findall(
+    r"^pydantic-monty==\S+$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:
+    if importlib.util.find_spec("pydantic_monty") is None:
+        pytest.fail(f"the sandbox monty is untested without its package: pip install '{PIN}'")
     made = make_sandbox("monty", None, 2, MEMORY_MB, 2000)
     yield made
     made.close()
+
+
+def test_without_its_package_these_tests_fail() -> None:
+    """And name it, instead of skipping the attempts."""
+    hides = (
+        "import importlib.util as u, sys, pytest\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'pydantic_monty' else find(name, *a)\n"
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    asked = ["-q", "-n", "0", "-p", "no:cacheprovider", "-k", "at_once", __file__]
+    done = subprocess.run(
+        [sys.executable, "-c", hides, *asked], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert f"pip install '{PIN}'" in done.stdout and "skipped" not in done.stdout
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
