@@ -36,7 +36,7 @@ def box() -> Iterator[Sandbox]:
 
 
 def test_without_its_package_these_tests_fail() -> None:
-    """And name it, instead of skipping the attempts."""
+    """Names it, too, instead of skipping the attempts."""
     hides = (
         "import importlib.util as u, sys, pytest\n"
         "find = u.find_spec\n"

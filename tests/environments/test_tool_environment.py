@@ -401,7 +401,7 @@ def test_tools_that_the_policy_makes_up_share_one_metric() -> None:
 
 
 def test_failures_and_seconds_are_told_of_each_tool() -> None:
-    """Of its own calls alone, whatever the others' number."""
+    """Means over its own calls alone, whatever the others' number."""
 
     def made(name: str | None, failed: bool, seconds: float) -> dict[str, Any]:
         return {"name": name, "failed": failed, "seconds": seconds, "tokens": 1}

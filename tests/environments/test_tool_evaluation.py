@@ -75,7 +75,7 @@ def stored(out: Path) -> list[dict[str, Any]]:
 
 
 def made(log: Path) -> Counter[str]:
-    """How often each call was made, by its code."""
+    """Counts of the calls, by their code."""
     return Counter(json.loads(line)[1] for line in log.read_text().splitlines())
 
 
@@ -134,7 +134,7 @@ def test_an_evaluation_calls_tools_and_is_the_same_after_a_kill_in_a_call(
 def test_prompts_of_an_evaluation_are_rendered_with_the_values_for_the_template(
     where: str, tmp_path: Path
 ) -> None:
-    """By Qwen3's published template, which opens with an empty thought where thinking is off, and
+    """Uses Qwen3's published template, which opens with an empty thought where thinking is off, and
     with the tools."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 2+3?", "answer": "5"}\n')
