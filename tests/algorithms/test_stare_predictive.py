@@ -242,7 +242,7 @@ def test_the_forecast_leaves_out_what_the_loss_leaves_out() -> None:
 
 
 def test_the_state_has_the_same_bits_in_any_order_of_the_tokens() -> None:
-    """As other ranks or other micro-batches hold them."""
+    """Ranks and micro-batches hold the tokens in other orders."""
     own = method(share=0.3, amplify_max=50.0, attenuate_min=1e-3)
     _, batch = softmax_batch(20 * MIXED, length=12, vocabulary=6)
     before = fitted(own, 0.5, 0.0, level=0.29)
