@@ -26,7 +26,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,17 +78,21 @@ def main() -> None:
     settle()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--budget", choices=BUDGETS, default="first")
-    budget = BUDGETS[parser.parse_args().budget]
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    args = parser.parse_args()
+    budget = BUDGETS[args.budget]
     out = ROOT / "benchmarks/results" / budget.result
     found: dict[str, Any] = {"steps": budget.steps, "runs": {}}
     if out.exists():
         found = json.loads(out.read_text())
-    for seed in budget.seeds:
-        for arm in ARMS:
-            if f"{arm} {seed}" not in found["runs"]:
-                found["runs"][f"{arm} {seed}"] = run(arm, seed, budget)
-                print(arm, seed, found["runs"][f"{arm} {seed}"], flush=True)
-                out.write_text(f"{json.dumps(found, indent=1)}\n")
+    wanted = [(arm, seed) for arm in ARMS for seed in budget.seeds]
+    missing = [(arm, seed) for arm, seed in wanted if f"{arm} {seed}" not in found["runs"]]
+    with ThreadPoolExecutor(args.jobs) as jobs:
+        runs = {jobs.submit(run, arm, seed, budget): f"{arm} {seed}" for arm, seed in missing}
+        for done in as_completed(runs):
+            found["runs"][runs[done]] = done.result()
+            out.write_text(f"{json.dumps(found, indent=1)}\n")
+            print(runs[done], time.strftime("%H:%M:%S"), flush=True)
     found["asked"] = judge(found["runs"], budget)
     out.write_text(f"{json.dumps(found, indent=1)}\n")
     print(json.dumps(found["asked"], indent=1))
@@ -114,6 +120,7 @@ def settings(arm: str, seed: int, budget: Budget, rows: Path, directory: Path) -
     return {
         "run": {"name": arm, "seed": seed, "steps": budget.steps, "dir": str(directory)},
         "model": {"path": str(ROOT / "assets/tiny-chat")},
+        "runtime": {"runner": "inline"},
         "data": {"path": str(rows), "chat_template": True},
         "batch": {"prompts": 12, "samples_per_prompt": 8},
         "rollout": {
