@@ -26,7 +26,7 @@ MESSAGES, TOOLS = "messages", "tools"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ASSISTANT, CONTENT = "assistant", "content"
 WEIGHT = "weight"  # as in OpenAI's format: 0 for a turn that is not learnt
-ASKING = ("system", "developer", "user")  # roles whose text every template renders as it is
+ASKING = ("system", "developer", "user")  # a row is refused if their text is not rendered
 # keys under which rows and templates have a turn's thinking, if `content` does not have it
 _THINKING = ("reasoning_content", "reasoning", "thinking")
 _THINK = "<think>"
@@ -229,8 +229,8 @@ def conversation(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
     if not isinstance(turns, list) or not all(isinstance(each, dict) for each in turns):
         raise RowError(f"has {MESSAGES!r} that is not a list of objects", "see docs/sft.md")
     messages = [_message(each) for each in turns]
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise RowError("has no turn of the assistant", "leave it out: nothing in it is learnt")
+    if not any(each["role"] == ASSISTANT and each.get(WEIGHT) != 0 for each in messages):
+        raise RowError("has no turn of the assistant that is learnt", "leave the row out")
     if messages[0]["role"] == ASSISTANT:
         raise RowError("begins with the assistant", "begin it with a user or system message")
     tools = row.get(TOOLS)

@@ -300,6 +300,7 @@ def test_a_turn_of_weight_1_is_learnt(tokenizer: Any) -> None:
         ({"messages": "x"}, "'messages' that is not a list of objects"),
         ({"messages": [ASK, {**SAY, "content": "\ud83d"}]}, "has half of a character"),
         ({"messages": [ASK]}, "has no turn of the assistant"),
+        ({"messages": [ASK, {**SAY, "weight": 0}]}, "no turn of the assistant that is learnt"),
         ({"messages": [SAY]}, "begins with the assistant"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "has the unknown role 'bot'"),
         ({"messages": [ASK, {**SAY, "content": " "}]}, "has an empty turn of the assistant"),
