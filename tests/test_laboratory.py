@@ -268,6 +268,7 @@ def test_coupling_shares_gradients_between_prompts() -> None:
 def test_the_study_is_that_of_the_committed_maps() -> None:
     maps = study.read()
     assert maps and study.PAGE.read_text() == study.page(maps)
+    assert study.TABLES.read_text() == study.details(maps)
     drawn = {file.stem: file.read_text() for file in study.PICTURES.glob("*.svg")}
     assert drawn == study.pictures(maps)
     for text in drawn.values():
@@ -304,7 +305,7 @@ def test_a_maps_question_is_answered_by_its_own_figure() -> None:
         ("changing_reward", "| ? (`changing_reward`) | steps to recover | entropy bonus: 4 of 4"),
         ("lr_group", "| ? (`lr_group`) | pass@1 | STARE O1: 4 of 4 (+4.600) |"),
     ):
-        assert study.choices({name: told})[-1].startswith(row)
+        assert study.answers({name: told})[-1].startswith(row)
 
 
 def test_a_training_that_cells_repeat_is_counted_once() -> None:
@@ -328,7 +329,7 @@ def test_a_training_that_cells_repeat_is_counted_once() -> None:
     assert study.counts(each, "stare_o1", "pass@1") == (6, 0, 6)
     assert study.counts(each, "dapo", "held") == (6, 0, 6)
     assert "| DAPO's clip | 2, 0 | 2, 0 | 2 |" in study.table({"x": each})[3]
-    assert "DAPO's clip: 2 of 2 (+1.500)" in study.choices({"lr_group": each})[-1]
+    assert "DAPO's clip: 2 of 2 (+1.500)" in study.answers({"lr_group": each})[-1]
 
 
 def test_the_digits_verifier_knows_its_answers() -> None:
@@ -419,13 +420,22 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     }
     told = {"plan": plan, "runs": runs}
     assert "| 1 | 0.500 [-5.853, 6.853] |" in outcome.afterwards(told)
-    assert "had the best pass@1" not in outcome.before_the_change(
-        told, "t", 10
-    )  # all held the same
+    assert outcome.before_the_change(told, "t") == []  # all held the same
     for seed in seeds:  # bonus ends best
-        runs[f"t, grpo, seed {seed}"]["entropy by 5 steps"] = [0.4, 0.5]
-    said = outcome.before_the_change(told, "t", 10)
-    assert "GRPO: 0.500" in said and "best pass@1 at the end (entropy bonus)" in said
+        runs[f"t, grpo, seed {seed}"]["entropy by 5 steps"] = [0.5, 0.3]
+    said = outcome.before_the_change(told, "t")[0]
+    assert "GRPO has the highest entropy, 0.50" in said and "pass@1, entropy bonus, has" in said
+    assert outcome.beyond(told) == []  # of the rates afterwards one is better
+    runs |= {
+        f"afterwards, t, grpo, lr {lr}, seed {seed}": {"pass@1": 0.1 * lr, "seconds": 1.0}
+        for lr in (1, 2)
+        for seed in (0, 1)
+    }
+    assert outcome.beyond(told)[0].endswith("reached a pass@1 of only 0.10 and 0.20.")
+    assert outcome.judged(told) == {"right": 1, "wrong": 1, "undecided": 1}
+    assert "is 0.73 with entropy bonus, against 0.50 with GRPO." in outcome.conclusions(told)[0]
+    assert "is proven for DAPO and 20-Entropy." in outcome.conclusions(told)[1]
+    assert "show whether 20-Entropy raise" in outcome.open_questions(told)[0]
     dapo_row, bonus_row, forks_row = outcome.decided(told)[2:]
     assert dapo_row.endswith("not shown; 0.03 either way is excluded |")
     assert bonus_row.endswith("| higher |") and "| +0.235 [" in bonus_row

@@ -92,23 +92,37 @@ def differences(told: Mapping[str, Any], task: str, arm: str) -> list[float]:
     return [a - b for a, b in zip(values(told, task, arm, "pass@1"), base, strict=True)]
 
 
-def decided(told: Mapping[str, Any]) -> list[str]:
-    """Returns a table of the comparisons that decide, and a sentence for each."""
+def tested(told: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """Returns the corrected p of the comparisons that decide, by task and arm."""
     plan = told["plan"]
-    base, least = NAMES[plan["with"]], plan["least"]
     pairs = [(task, arm) for task in plan["tasks"] for arm in plan["compared"]]
-    found = {pair: differences(told, *pair) for pair in pairs}
-    p = holm({pair: sign_flip(each) for pair, each in found.items()})
+    corrected = holm({pair: sign_flip(differences(told, *pair)) for pair in pairs})
+    return {pair: corrected[pair] for pair in pairs}
+
+
+def proven(told: Mapping[str, Any]) -> dict[tuple[str, str], bool]:
+    """Returns whether each comparison that decides shows a difference, by task and arm."""
+    plan = told["plan"]
+    return {
+        pair: p < plan["level"] and abs(fmean(differences(told, *pair))) >= plan["least"]
+        for pair, p in tested(told).items()
+    }
+
+
+def decided(told: Mapping[str, Any]) -> list[str]:
+    """Returns a table of the comparisons that decide."""
+    base, p, clear = NAMES[told["plan"]["with"]], tested(told), proven(told)
     lines = [
-        f"| task | arm | pass@1 less {base}'s, 95 % interval | p, Holm | |",
+        f"| task | method | pass@1 minus {base}'s, 95 % interval | p (Holm) | |",
         "|---|---|---|---|---|",
     ]
-    for (task, arm), each in found.items():
+    for task, arm in p:
+        each = differences(told, task, arm)
         mean, low, high = interval(each)
         shown = (
             f"{mean:+.3f}, all alike" if same(each) else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
         )
-        if p[task, arm] < plan["level"] and abs(mean) >= least:
+        if clear[task, arm]:
             said = "higher" if mean > 0 else "lower"
         else:
             said = "not shown; " + unshown(told, task, arm)
@@ -122,8 +136,8 @@ def unshown(told: Mapping[str, Any], task: str, arm: str) -> str:
     base = values(told, task, told["plan"]["with"], "pass@1")
     if not any(base) and not any(each):
         return (
-            f"all {len(base)} runs of both arms at 0, which rules out only that the share of runs"
-            f" above 0 is more than {most_successes(len(base)):.2f}"
+            f"all {len(base)} runs of both methods are at 0, which rules out only that the share of"
+            f" runs above 0 is more than {most_successes(len(base)):.2f}"
         )
     if same(each):
         return "all differences are equal and give no interval"
@@ -139,7 +153,7 @@ def unshown(told: Mapping[str, Any], task: str, arm: str) -> str:
 def arms(told: Mapping[str, Any], task: str) -> list[str]:
     """Returns a table of what each arm came to on a task."""
     recovers = "changes_after" in told["plan"]["tasks"][task]
-    head = ["arm", *FIGURES[:-1], "entropy, nats", *(["steps to recover"] if recovers else [])]
+    head = ["method", *FIGURES[:-1], "entropy, nats", *(["steps to recover"] if recovers else [])]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for arm in told["plan"]["arms"]:
         cells = [stated(values(told, task, arm, figure)) for figure in FIGURES]
@@ -166,7 +180,7 @@ def observed(found: Sequence[float], least: float) -> str:
 
 def predicted(told: Mapping[str, Any]) -> list[str]:
     """Returns a table of what the maps let one expect and what was seen."""
-    lines = ["| task | arm | expected | seen |", "|---|---|---|---|"]
+    lines = ["| task | method | expected | seen |", "|---|---|---|---|"]
     for task, expected in told["plan"]["predictions"].items():
         for arm, each in expected.items():
             seen = observed(differences(told, task, arm), told["plan"]["least"])
@@ -175,26 +189,28 @@ def predicted(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def before_the_change(told: Mapping[str, Any], task: str, changed: int) -> str:
-    """Returns a sentence on every arm's entropy before the reward changed, and whether the arm that
-    ended best had most."""
-    held = {
-        arm: fmean(each[changed // 5 - 1] for each in values(told, task, arm, "entropy by 5 steps"))
+def held_before(told: Mapping[str, Any], task: str) -> dict[str, float]:
+    """Returns every arm's mean entropy in the last 5 steps before the reward changes, in nats."""
+    at = told["plan"]["tasks"][task]["changes_after"] // 5 - 1
+    return {
+        arm: fmean(each[at] for each in values(told, task, arm, "entropy by 5 steps"))
         for arm in told["plan"]["arms"]
     }
+
+
+def before_the_change(told: Mapping[str, Any], task: str) -> list[str]:
+    """Returns a sentence if the arm that ended best did not hold the most entropy before the reward
+    changed."""
+    held = held_before(told, task)
     best = max(held, key=lambda arm: fmean(values(told, task, arm, "pass@1")))
-    listed = "\n".join(f"- {NAMES[arm]}: {nats:.3f}" for arm, nats in held.items())
-    said = (
-        "The list has each arm's mean entropy over the last 5 steps before the reward changes, in"
-        f" nats:\n\n{listed}"
-    )
-    if held[best] < max(held.values()):
-        said += (
-            f"\n\nThe arm with the best pass@1 at the end ({NAMES[best]}) did not have the highest"
-            " entropy before the change. Entropy alone therefore does not decide how far an arm"
-            " recovers."
-        )
-    return said
+    most = max(held, key=lambda arm: held[arm])
+    if held[best] == held[most]:
+        return []
+    return [
+        "Entropy alone does not decide how far a method recovers. Before the reward changes,"
+        f" {spoken(most)} has the highest entropy, {held[most]:.2f} nats. The method with the best"
+        f" final pass@1, {spoken(best)}, has only {held[best]:.2f} nats before the reward changes."
+    ]
 
 
 def at_the_edge(told: Mapping[str, Any]) -> list[str]:
@@ -258,13 +274,87 @@ def tried(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def spoken(arm: str) -> str:
+    """Returns an arm's name as a sentence says it: strong STARE O1."""
+    name, _, kind = NAMES[arm].partition(", ")
+    return f"{kind} {name}" if kind else name
+
+
+def conclusions(told: Mapping[str, Any]) -> list[str]:
+    """Returns sentences on what the comparisons that decide show."""
+    base, clear = told["plan"]["with"], proven(told)
+    lines = []
+    for task in told["plan"]["tasks"]:
+        means = {arm: fmean(values(told, task, arm, "pass@1")) for arm in told["plan"]["arms"]}
+        of_task = [arm for other, arm in clear if other == task]
+        if found := [arm for arm in of_task if clear[task, arm]]:
+            reached = " and ".join(f"{means[arm]:.2f} with {spoken(arm)}" for arm in found)
+            lines.append(
+                f"On task `{task}` of the [trained model](#on-a-trained-model), final pass@1 is"
+                f" {reached}, against {means[base]:.2f} with {NAMES[base]}."
+            )
+        if found := [arm for arm in of_task if not clear[task, arm]]:
+            lines.append(
+                f"On task `{task}` of the trained model, no difference to {NAMES[base]} is proven"
+                f" for {' and '.join(map(spoken, found))}."
+            )
+    return lines
+
+
+def judged(told: Mapping[str, Any]) -> dict[str, int]:
+    """Returns how many predictions were seen, were not seen, and are undecided."""
+    counted = {"right": 0, "wrong": 0, "undecided": 0}
+    for task, expected in told["plan"]["predictions"].items():
+        for arm, each in expected.items():
+            seen = observed(differences(told, task, arm), told["plan"]["least"])
+            counted[
+                "undecided" if seen == "undecided" else "right" if seen == each else "wrong"
+            ] += 1
+    return counted
+
+
+def open_questions(told: Mapping[str, Any]) -> list[str]:
+    """Returns what the runs leave open, as items of a list."""
+    undecided: dict[str, list[str]] = {}
+    for (task, arm), clear in proven(told).items():
+        if not clear and "either way is excluded" not in unshown(told, task, arm):
+            undecided.setdefault(task, []).append(spoken(arm))
+    return [
+        *(
+            f"On task `{task}` of the trained model, the runs do not show whether"
+            f" {' and '.join(named)} raise pass@1."
+            for task, named in undecided.items()
+        ),
+        "The greedy accuracy of the trained model was not recorded, although the plan names it.",
+    ]
+
+
+def beyond(told: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence on the learning rates below the plan's, if they are all worse."""
+    base, lines = told["plan"]["with"], []
+    for task in told["plan"]["tasks"]:
+        rates: dict[str, list[float]] = {}
+        for key, run in told["runs"].items():
+            if key.startswith(f"afterwards, {task}, {base}, "):
+                rates.setdefault(key.split(", ")[3], []).append(run["pass@1"])
+        means = [fmean(each) for each in rates.values()]
+        if means and max(means) < fmean(values(told, task, base, "pass@1")):
+            lines.append(
+                f"The best learning rate of {NAMES[base]} on `{task}` was the lowest in the plan."
+                " Lower learning rates, run later with the same seeds, reached a pass@1 of only"
+                f" {' and '.join(f'{mean:.2f}' for mean in means)}."
+            )
+    return lines
+
+
 def section(told: Mapping[str, Any]) -> list[str]:
     """Returns the page's part on the trained model, as lines."""
     plan = told["plan"]
     each = sum(key.startswith("sweep, ") for key in told["runs"]) // (
         len(plan["arms"]) * len(plan["tasks"])
     )
-    hours = sum(run["seconds"] for run in told["runs"].values()) / 3600
+    seeds = len(plan["seeds"]["evaluation"])
+    counted = judged(told)
     lines = [
         "## On a trained model",
         "",
@@ -274,19 +364,50 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "    python benchmarks/laboratory/trained.py --out"
         " benchmarks/results/laboratory_trained.json",
         "",
-        f"`megatron-stare` trained a Qwen2 of 2 layers and width 64. Each arm had {each} tuning"
-        f" runs per task, and then {len(plan['seeds']['evaluation'])} runs with other seeds. All"
-        f" runs took {hours:.1f} hours. The plan, `benchmarks/laboratory/preregistration.yaml`,"
-        " names the tasks, learning rates, comparisons and predictions, and was committed before"
-        " the runs."
-        " `benchmarks/laboratory/digits.py` implements the tasks.",
+        "`megatron-stare` trained a Qwen2 of 2 layers and width 64 to answer with three digits. In"
+        " task `changing`, the right answers change after half of the steps. In task `rare`, the"
+        " answers that pay most start with a 7, but the starting model seldom samples a 7. Each"
+        f" method had {each} tuning runs per task, and then {seeds} runs with other seeds. Tasks,"
+        " learning rates, comparisons and predictions were committed before the runs"
+        " (`benchmarks/laboratory/preregistration.yaml`).",
         "",
         *decided(told),
         "",
-        f"A difference counts as proven if p is below {plan['level']} and the mean is at least"
-        f" {plan['least']} from 0.",
+        f"A difference on the trained model counts as proven if p is below {plan['level']} and the"
+        f" mean is at least {plan['least']} from 0.",
         "",
         "![Reward and entropy by step](pictures/laboratory/trained.svg)",
+        "",
+    ]
+    for task in plan["tasks"]:
+        if plan["tasks"][task].get("changes_after"):
+            lines += [
+                f"Results on task `{task}` are means over seeds, with 95 % intervals in brackets:",
+                "",
+                *arms(told, task),
+                "",
+                *before_the_change(told, task),
+                "",
+            ]
+    return [
+        *lines,
+        *beyond(told),
+        "",
+        f"The maps gave {sum(counted.values())} predictions for the trained model:"
+        f" {counted['right']} proved right, {counted['wrong']} proved wrong, and"
+        f" {counted['undecided']} remain undecided.",
+        "",
+    ]
+
+
+def details(told: Mapping[str, Any]) -> list[str]:
+    """Returns the tables of the trained model that the page leaves out, as lines."""
+    plan = told["plan"]
+    hours = sum(run["seconds"] for run in told["runs"].values()) / 3600
+    lines = [
+        "## The trained model",
+        "",
+        f"All runs took {hours:.1f} hours. `benchmarks/laboratory/digits.py` implements the tasks.",
         "",
     ]
     for task in plan["tasks"]:
@@ -296,11 +417,17 @@ def section(told: Mapping[str, Any]) -> list[str]:
             *arms(told, task),
             "",
         ]
-        if changed := plan["tasks"][task].get("changes_after"):
-            lines += [before_the_change(told, task, changed), ""]
+        if plan["tasks"][task].get("changes_after"):
+            lines += [
+                "The list has each arm's mean entropy over the last 5 steps before the reward"
+                " changes, in nats:",
+                "",
+                *(f"- {NAMES[arm]}: {nats:.3f}" for arm, nats in held_before(told, task).items()),
+                "",
+            ]
     lines += afterwards(told) or at_the_edge(told)
-    lines += ["Greedy accuracy, which the plan names, was not recorded.", ""]
-    lines += [
+    return [
+        *lines,
         "The next table compares predictions from the maps with the runs. The entries say how"
         " pass@1 differs from GRPO's. *Same* means that the difference's 95 % interval lies within"
         f" {plan['least']} of 0. *Higher* and *lower* mean that the interval does not contain 0 and"
@@ -309,8 +436,11 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "",
         *predicted(told),
         "",
+        "Every task that was tried:",
+        "",
+        *tried(told),
+        "",
     ]
-    return [*lines, "Every task that was tried:", "", *tried(told), ""]
 
 
 def picture(told: Mapping[str, Any], style: str) -> str:

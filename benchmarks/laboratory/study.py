@@ -1,7 +1,7 @@
-"""Writes docs/study.md and its pictures from the laboratory's maps.
+"""Writes docs/study.md, its pictures and further tables from the laboratory's maps.
 
     python benchmarks/laboratory/study.py            # from benchmarks/results/laboratory
-    python benchmarks/laboratory/study.py --check    # says whether the page is as it is
+    python benchmarks/laboratory/study.py --check    # says which files would change
 
 Every sentence that judges is chosen by a rule: a method is "higher" or "lower" in a cell if its
 mean difference to the map's first method, paired by seed, is more than three standard errors from
@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ import outcome
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/laboratory"
 PAGE, PICTURES = ROOT / "docs/study.md", ROOT / "docs/pictures/laboratory"
+TABLES = RESULTS / "README.md"  # what changes no decision
 ERRORS = 3.0  # standard errors that a difference must exceed
 NAMES = {
     "grpo": "GRPO",
@@ -106,24 +108,80 @@ OPENING = """\
 
 <!-- made by benchmarks/laboratory/study.py -->
 
-This page shows in which toy worlds entropy control raises accuracy. The worlds are so small that
-all responses can be enumerated.
+As a policy's entropy falls, the responses to a prompt become alike, and GRPO learns nothing from
+responses with equal rewards. This page compares GRPO with methods that hold the entropy up:
+{methods} methods in toy worlds, and {arms} methods on a tiny trained model. **No large model was
+trained.**
+
+## What holds
+
+A [map](#how-it-was-measured) is a set of trainings in toy worlds. In the table, a method's pass@1
+is proven higher than GRPO's, or proven lower, in at least half of a map's trainings. The number
+behind a method is the mean difference in pass@1. Methods with a mean difference below {least} are
+left out. The [list of methods](#methods) explains the methods' names.
+"""
+CHOOSING = """\
+## How to choose
+"""
+TARGETS = """\
+The next table compares methods by figures other than pass@1. A method's count is the number of
+trainings with a proven better figure, minus those with a proven worse figure. The table names the
+methods with the highest count per training. Numbers in brackets are mean differences from GRPO.
+"""
+SETTINGS = """\
+The next table shows pass@1 and final entropy for each value of a STARE setting. The numbers are
+means over the map's other setting. [STARE](algorithms/stare.md) defines W, M and P. P is 0.3 unless
+P varies. Use only the direction in which a setting helps, not its best value, because
+the target in nats depends on the model. `megatron-stare suggest` suggests a target from a run's
+first steps ([tuning](tuning.md)).
+"""
+UNKNOWN = """\
+## How sure this is
+
+In the maps, a difference counts as proven if it is more than {errors:.0f} standard errors from 0.
+The maps make {comparisons:,} comparisons of pass@1. The limit of {errors:.0f} standard errors is
+not corrected for the number of comparisons. All cells of a map use the same seeds, so the cells are
+not independent.
+
+These questions are open:
+
+- A toy world cannot show what a large model does. In a toy world, states share no features, a
+  response has at most three token choices, and the learning rate does not adapt.
+- OPEFO, GEPO and GRPODropout are not in the maps, because their formulas are inferred.
+"""
+MEASURED = """\
+## How it was measured
+
+**Worlds.** A toy world has 8 prompts, or 16 prompts in `hard_prompts`. Each prompt is the root of a
+tree of token choices. A response consists of three choices, or of one choice in `hard_prompts`. The
+policy stores separate logits for every state of the tree. All responses can be enumerated, so
+entropy, expected reward and pass@k are exact.
+
+**Coupling.** Training replaces a share of each prompt's gradient by the mean gradient of all
+prompts. A sample for one prompt therefore also changes the policy on other prompts, as in a
+network. The replaced share is called the coupling. The coupling is 0.5 unless a map varies it, and
+0.9 in `clip_updates`.
+
+**Maps.** A map varies two settings. In each cell of a map, all methods train in the same {seeds}
+random worlds with the same random numbers. Some cells repeat a training, because both compared
+methods ignore a setting. The tables count a repeated training once.
+
+The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
+compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best
+method of every cell, the counts for pass@64, and further tables of the trained model.
 
     python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
     python benchmarks/laboratory/study.py                                      # this page
 
-A world has about eight prompts. Each prompt is the root of a tree of token choices. The policy
-stores separate logits for every state of the tree, and samples a token from the softmax of these
-logits. A prompt's logits move by the average of the prompt's own gradient and the mean gradient of
-all prompts. A sample for one prompt therefore also changes the policy on other prompts, as in a
-network. Entropy, expected reward and pass@k are exact. The laboratory implements this project's
-methods a second time, and `tests/test_laboratory.py` compares both implementations.
+## Methods
 
-- The methods named *strong* are variants of STARE with a share P of 0.3. Strong O1 has W = 3, and
-  strong C2 has W = 2 and M = 0.2.
-- The experimental method *by critical surprisal* is not part of this project. *By critical
-  surprisal* is STARE C2 with W = 2 and M = 0.2, but the rare tokens are all tokens above the
-  critical surprisal of their state.
+- *Strong* and *adaptive* methods are variants of STARE with a share P of 0.3. Strong O1 has W = 3.
+  Strong C2 has W = 2 and M = 0.2. Adaptive C2 starts with W = 2 and M = 0.2. Adaptive C2 keeps W
+  between 1 and 3, and M between 0.05 and 1.
+- *By critical surprisal* is an experimental method that is not part of this project. The method is
+  STARE C2 with W = 2 and M = 0.2, but every token above the critical surprisal of its state is
+  rare.
+- DAPO's clip never acts if each batch has one update, as in all maps except `clip_updates`.
 - 20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
   20-Entropy therefore changes the policy about five times as much for each kept token as other
   methods do.
@@ -131,15 +189,32 @@ methods a second time, and `tests/test_laboratory.py` compares both implementati
   other methods do.
 - Clip_V removes up to one token per step from the loss. One token is a far larger share of a batch
   in a toy world than in a large run.
-- OPEFO, GEPO and GRPODropout are not in the maps, because their formulas are inferred. The rule for
-  zeta in REPO-R is inferred too, so the rows of REPO-R judge the inferred rule.
+- The rule for zeta in REPO-R is inferred, so the results of REPO-R judge the inferred rule.
 
-Each cell of a map has {seeds} seeds, and each seed generates a different world. All methods of a
-cell have the same worlds and the same random numbers. A difference counts as proven if it is more
-than {errors:.0f} standard errors from 0. Two processes computed the maps in {minutes:.0f} minutes.
+## Methods by world
 
-**A toy cannot show** what a large model does. In the toy worlds, the states share no features, a
-response has at most three token choices, and the learning rate does not adapt. {trained}
+Each cell starts with the mean difference in pass@1 to GRPO. The next two numbers count the
+trainings with a proven higher pass@1, and with a proven lower pass@1. For example, `+0.016, 8/0 of
+15` means that pass@1 is 0.016 higher on average, is proven higher in 8 of 15 trainings, and is
+proven lower in none.
+"""
+OTHERS = """\
+The other maps compare fewer methods. In the next table, the last column has the same format as the
+cells above.
+"""
+MAPS = """\
+## The maps
+
+Each picture has one panel per method. Each panel shows the method's difference to the map's first
+method, which is GRPO except in `share_scope`. A dot marks a difference that is not proven.
+"""
+DETAILS = """\
+# Tables of the laboratory
+
+<!-- made by benchmarks/laboratory/study.py -->
+
+`docs/study.md` has the question, the conclusions and the pictures. Two processes computed the maps
+in {minutes:.0f} minutes.
 
 ## Where methods differ from the first of each map
 
@@ -147,25 +222,31 @@ Each map compares its methods with its first method. Cells of a map repeat a tra
 compared methods ignore a setting, for example the target. The table counts a repeated training
 once.
 """
-CHOOSING = """\
-Each map varies two settings. Each row of the first table shows pass@1 at the values of one of the
-two settings, as a mean over the values of the other. Use only the direction in which a setting
-helps, not its best value, because the target in nats depends on the model. `megatron-stare suggest`
-suggests a target from a run's first steps ([tuning](tuning.md)).
+ANSWERS = """\
+## Which method answers each map's question best
 
-The second table compares each method with the map's first method, training by training. The
-comparison uses the number that answers the map's question. The table names the methods with the
-most wins per training, after subtracting losses. Numbers in brackets are mean differences from the
-first method. For the distance from the target, each target counts as a separate training.
+The table compares each method with the map's first method, training by training. The comparison
+uses the number that answers the map's question. The table names the methods with the most wins per
+training, after subtracting losses. Numbers in brackets are mean differences from the first method.
+For the distance from the target, each target counts as a separate training.
 """
+BEST = """\
+## The best method of each cell
 
-
-MAPS = """\
 Each cell of a table names the method with the best mean pass@1, and the method's mean pass@1. The
 number in brackets is the mean pass@1 of the map's first method: GRPO, or the whole batch's quantile
 in `share_scope`. The table of `bands` has the mean relative distance from the target in place of
 pass@1.
 """
+# the maps that compare all methods, and when a user is in each
+WORLDS = {
+    "changing_reward": "the reward changes during the training",
+    "rare_strategy": "a rarely sampled strategy pays more",
+    "hard_prompts": "some prompts need an unusual answer",
+    "bands": "the reward is fixed; learning rate and entropy target vary",
+    "coupling": "the reward is fixed; coupling and share of right responses vary",
+}
+LEAST = 0.005  # mean difference of pass@1 below which the summary leaves a method out
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -313,8 +394,7 @@ CHOICES = (
 
 
 def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns what the maps say of STARE's settings: for each value of a setting the mean of its
-    cells, and for each map the method that is better most often."""
+    """Returns a table: for each value of STARE's settings the mean of its cells."""
     lines = ["| setting | value: pass@1, entropy at the end in nats | best pass@1 at |"]
     lines += ["|---|---|---|"]
     lower = []
@@ -343,10 +423,14 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if chosen != min(means) and means[chosen][1] < means[min(means)][1] - 0.02:
             lower.append(f"a larger {word(name, axis).partition(',')[0]}")
     if lower:
-        said = " or ".join(lower)
-        lines += ["", f"With {said}, pass@1 is higher and the final entropy is lower."]
-    lines += [
-        "",
+        said = " or ".join(filter(None, (", ".join(lower[:-1]), lower[-1])))
+        lines += ["", f"With {said}, pass@1 is higher and final entropy is lower."]
+    return lines
+
+
+def answers(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a table: for each map's question the methods that are better most often."""
+    lines = [
         "| if this decides | by | methods better most often: trainings (mean difference) |",
         "|---|---|---|",
     ]
@@ -417,44 +501,293 @@ def crossings(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def everywhere(maps: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns the maps that compare all methods, in the page's order."""
+    return {name: maps[name] for name in WORLDS if name in maps}
+
+
+def signed(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a table: for each of these maps the methods that are higher, and those that are
+    lower, in at least half of the trainings and by at least `LEAST` on average."""
+    lines = ["| if | higher pass@1 | lower pass@1 |", "|---|---|---|"]
+    for name, told in everywhere(maps).items():
+        found: dict[int, list[tuple[float, str]]] = {1: [], -1: []}
+        for method in methods(told)[1:]:
+            higher, lower, of = counts(told, method, "pass@1")
+            mean = mean_over_first(told, method, "pass@1")
+            for sign, number in ((1, higher), (-1, lower)):
+                if 2 * number >= of and sign * mean >= LEAST:
+                    found[sign].append((mean, f"{NAMES[method]} {mean:+.3f}"))
+        cells = (
+            "; ".join(text for _, text in sorted(each, key=lambda one: -abs(one[0]))) or "none"
+            for each in found.values()
+        )
+        lines.append(f"| {WORLDS[name]} (`{name}`) | {' | '.join(cells)} |")
+    return lines
+
+
+def spoken(method: str) -> str:
+    """Returns a method's name as a sentence says it: strong O1."""
+    name, _, kind = NAMES[method].partition(", ")
+    if method == "bonus":
+        return "the entropy bonus"
+    return f"{kind} {name}" if kind else NAMES[method]
+
+
+def entropy_alone(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns sentences on the methods that end with more entropy and a lower pass@1 than GRPO in
+    both maps with a fixed reward, and on strong O1 if it ends with less and a higher pass@1."""
+    fixed = [maps[name] for name in ("bands", "coupling")]
+    more, less = {}, []
+    for method in methods(fixed[0])[1:]:
+        nats = [mean_over_first(told, method, "entropy") for told in fixed]
+        gains = [mean_over_first(told, method, "pass@1") for told in fixed]
+        if min(nats) >= 0.1 and max(gains) < 0:
+            more[method] = min(nats)
+        if method == "stare_o1_strong" and max(nats) < 0 < min(gains):
+            less = nats
+    said = []
+    if more:
+        named = " and ".join(spoken(each) for each in more)
+        said.append(
+            f"More entropy alone does not raise pass@1. In `bands` and `coupling`, {named} end with"
+            f" at least {min(more.values()):.2f} nats more entropy than GRPO, and with a lower"
+            " pass@1."
+        )
+    if less:
+        said.append(
+            "With a fixed reward, strong O1 raises pass@1 without more entropy. In `bands`, strong"
+            f" O1 ends with {-less[0]:.3f} nats less entropy than GRPO, and in `coupling` with"
+            f" {-less[1]:.3f} nats less."
+        )
+    return said
+
+
+def safe(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns sentences on how often STARE's strong variants are higher and lower than GRPO."""
+    lines = []
+    pair = ("stare_o1_strong", "stare_c2_strong")
+    for method in pair:
+        of_maps = [
+            counts(told, method, "pass@1")
+            for told in maps.values()
+            if method in methods(told) and methods(told)[0] == "grpo"
+        ]
+        higher, lower, of = (sum(each) for each in zip(*of_maps, strict=True))
+        name = spoken(method)
+        if not lower:
+            lines.append(f"A cautious choice is {name}: no training shows a lower pass@1.")
+        lines.append(
+            f"Of {of} trainings in {len(of_maps)} maps, {higher} prove a higher pass@1 with {name},"
+            f" and {lower or 'none'} a lower pass@1."
+        )
+    gains = {each: mean_over_first(maps["changing_reward"], each, "pass@1") for each in pair}
+    most, least = sorted(pair, key=lambda each: -gains[each])
+    lines.append(
+        f"If the reward changes during the training, {spoken(most)} gains more ({gains[most]:+.3f})"
+        f" than {spoken(least)} ({gains[least]:+.3f})."
+    )
+    return lines
+
+
+def gentle(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a sentence on what STARE changes with its paper's weights."""
+    most = max(
+        abs(mean_over_first(told, method, "pass@1"))
+        for told in everywhere(maps).values()
+        for method in ("stare_o1", "stare_c2")
+    )
+    return [
+        "STARE's weights in the paper's recipes (W = 1.1, M = 0.9) change little: in each map of"
+        f" the table, the mean pass@1 of O1 and C2 differs from GRPO's by at most {most:.3f}."
+    ]
+
+
+def many(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns sentences that compare pass@1 and pass@64 over all methods and trainings of the maps
+    that compare all methods."""
+    sums = {}
+    for figure in ("pass@1", "pass@64"):
+        each = [
+            counts(told, method, figure)
+            for told in everywhere(maps).values()
+            for method in methods(told)[1:]
+        ]
+        sums[figure] = [sum(column) for column in zip(*each, strict=True)]
+    (one, less, of), (far, fewer, _) = sums["pass@1"], sums["pass@64"]
+    return [
+        f"In {of} comparisons with GRPO, pass@1 is proven higher in {one} and lower in {less}. In"
+        f" the same comparisons, pass@64 is proven higher in {far} and lower in {fewer}."
+    ]
+
+
+def fall(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns sentences on the weights at which amplified rare tokens stop the fall of entropy."""
+    rows = [row.removesuffix(" |").split(" | ") for row in crossings(maps["critical_weight"])[2:]]
+    largest = maps["critical_weight"]["axes"]["amplify"][-1]
+    at: dict[str, list[str]] = {}
+    for row in rows:
+        at.setdefault(row[1], []).append(row[-1])
+    never = [name for name, found in at.items() if set(found) == {"none"}]
+    said = []
+    if never:
+        said.append(
+            "The map `critical_weight` measures one small update of a toy policy. Entropy falls in"
+            f" this update at every weight W up to {largest:g} with these methods:"
+            f" {'; '.join(never)}."
+        )
+    for name, found in at.items():
+        if "none" not in found:
+            said.append(
+                f"In `critical_weight`, entropy stops falling at W = {min(found, key=float)} to"
+                f" {max(found, key=float)} with one method: {name}."
+            )
+    return said
+
+
+def matrix(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a table: a row for each method, a column for each map that compares all methods."""
+    shown = everywhere(maps)
+    lines = [f"| method | {' | '.join(f'`{name}`' for name in shown)} |"]
+    lines += ["|---" * (len(shown) + 1) + "|"]
+    for method in methods(next(iter(shown.values())))[1:]:
+        cells = []
+        for told in shown.values():
+            higher, lower, of = counts(told, method, "pass@1")
+            mean = mean_over_first(told, method, "pass@1")
+            cells.append(f"{mean:+.3f}, {higher}/{lower} of {of}")
+        lines.append(f"| {NAMES[method]} | {' | '.join(cells)} |")
+    return lines
+
+
+def rest(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a table of the maps that compare some methods only."""
+    lines = ["| map | method | compared with | pass@1 |", "|---|---|---|---|"]
+    for name, told in maps.items():
+        if name in WORLDS or SHOWN.get(name) == "drift":
+            continue
+        base, *others = methods(told)
+        for method in others:
+            higher, lower, of = counts(told, method, "pass@1")
+            mean = mean_over_first(told, method, "pass@1")
+            lines.append(
+                f"| `{name}` | {NAMES[method]} | {NAMES[base]} | {mean:+.3f},"
+                f" {higher}/{lower} of {of} |"
+            )
+    return lines
+
+
+def compared(maps: Mapping[str, Mapping[str, Any]]) -> int:
+    """Returns the number of comparisons of pass@1 that all maps make."""
+    return sum(
+        counts(told, method, "pass@1")[2]
+        for name, told in maps.items()
+        for method in methods(told)[1:]
+        if SHOWN.get(name) != "drift"
+    )
+
+
+def wrapped(text: str, first: str = "", then: str = "") -> list[str]:
+    """Returns a paragraph, or an item of a list, in lines of at most 100 columns."""
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def laid(text: str) -> list[str]:
+    """Returns a text's lines, its paragraphs wrapped."""
+    lines: list[str] = []
+    for block in text.strip("\n").split("\n\n"):
+        if block.startswith(("#", "<", "    ", "- ", "|", "!")):
+            lines += [*block.splitlines(), ""]
+        else:
+            lines += [*wrapped(" ".join(block.split())), ""]
+    return lines
+
+
+def items(said: Iterable[str]) -> list[str]:
+    """Returns a list of a page."""
+    return [*(line for each in said for line in wrapped(each, "- ", "  ")), ""]
+
+
 def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns docs/study.md."""
     seeds = {told["seeds"] for told in maps.values()}
-    seconds = sum(told["seconds"] for told in maps.values())
     trained = outcome.read()
-    text = OPENING.format(
-        seeds=", ".join(map(str, sorted(seeds))),
-        errors=ERRORS,
-        minutes=seconds / 60,
-        trained="The test on a trained model is "
-        + ("[below](#on-a-trained-model)." if trained else "open."),
+    opening = OPENING.format(
+        methods=len(methods(maps["bands"])) - 1,
+        arms=len(trained["plan"]["arms"]) - 1 if trained else 0,
+        least=LEAST,
     )
-    lines = [*text.splitlines(), "", *table(maps), ""]
-    if trained:
-        lines += outcome.section(trained)
-    lines += ["## How to choose", "", *CHOOSING.splitlines(), "", *choices(maps), ""]
-    lines += ["## The maps", "", *MAPS.splitlines(), ""]
+    by_other_figures = {name: maps[name] for name in ("bands", "changing_reward")}
+    unknown = UNKNOWN.format(errors=ERRORS, comparisons=compared(maps))
+    lines = [
+        *laid(opening),
+        *signed(maps),
+        "",
+        *items(
+            [
+                *(outcome.conclusions(trained) if trained else []),
+                *entropy_alone(maps),
+                *many(maps),
+                *gentle(maps),
+                *fall(maps),
+            ]
+        ),
+        *laid(CHOOSING),
+        *items(safe(maps)),
+        *laid(TARGETS),
+        *answers(by_other_figures),
+        "",
+        *laid(SETTINGS),
+        *choices(maps),
+        "",
+        *laid(unknown)[:-1],
+        *items(outcome.open_questions(trained) if trained else []),
+        *laid(MEASURED.format(seeds=", ".join(map(str, sorted(seeds))))),
+        *matrix(maps),
+        "",
+        *laid(OTHERS),
+        *rest(maps),
+        "",
+        *(laid("\n".join(outcome.section(trained))) if trained else []),
+        *laid(MAPS),
+    ]
     for name, told in maps.items():
-        figure = SHOWN.get(name, "pass@1")
         lines += [
             f"### {told['question']} (`{name}`)",
             "",
-            f"![{told['question']}](pictures/laboratory/{name}.svg)",
+            f"![Map {name}](pictures/laboratory/{name}.svg)",
             "",
         ]
+    return "\n".join([*lines, "<!-- to here: study -->", ""])
+
+
+def details(maps: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns benchmarks/results/laboratory/README.md."""
+    minutes = sum(told["seconds"] for told in maps.values()) / 60
+    lines = [*laid(DETAILS.format(minutes=minutes)), *table(maps), ""]
+    lines += [*laid(ANSWERS), *answers(maps), "", *laid(BEST)]
+    for name, told in maps.items():
+        figure = SHOWN.get(name, "pass@1")
+        lines += [f"### {told['question']} (`{name}`)", ""]
         if figure == "drift":
             lines += [
-                "The table shows the exact change of entropy by one small update, in nats per unit"
-                " of step size:",
+                "The table shows the exact change of entropy by one small update, in nats per unit",
+                "of step size:",
                 "",
                 *crossings(told),
                 "",
             ]
         else:
-            lines += [
-                *best(name, told, figure),
-                "",
-            ]
+            lines += [*best(name, told, figure), ""]
+    if trained := outcome.read():
+        lines += laid("\n".join(outcome.details(trained)))
     return "\n".join([*lines, "<!-- to here: study -->", ""])
 
 
@@ -467,10 +800,10 @@ def pictures(maps: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit 1 if the page would change")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a file would change")
     args = parser.parse_args()
     maps = read()
-    made = {PAGE: page(maps)}
+    made = {PAGE: page(maps), TABLES: details(maps)}
     made |= {PICTURES / f"{name}.svg": text for name, text in pictures(maps).items()}
     stale = [file for file, text in made.items() if not file.exists() or file.read_text() != text]
     if args.check:
