@@ -115,10 +115,10 @@ trained.**
 
 ## What holds
 
-A [map](#how-it-was-measured) is a set of trainings in toy worlds. In the table, a method's pass@1
-is proven higher than GRPO's, or proven lower, in at least half of a map's trainings. The number
-behind a method is the mean difference in pass@1. Methods with a mean difference below {least} are
-left out. The [list of methods](#methods) explains the methods' names.
+A [map](#how-it-was-measured) is a set of trainings in toy worlds. The table lists a method if its
+pass@1 is proven higher than GRPO's, or proven lower, in at least half of a map's trainings. The
+number behind a method is the mean difference in pass@1. The table leaves out methods whose mean
+difference is below {least}. The [list of methods](#methods) explains the methods' names.
 """
 CHOOSING = """\
 ## How to choose
@@ -129,8 +129,8 @@ trainings with a proven better figure, minus those with a proven worse figure. T
 methods with the highest count per training. Numbers in brackets are mean differences from GRPO.
 """
 SETTINGS = """\
-The next table shows pass@1 and final entropy for each value of a STARE setting. The numbers are
-means over the map's other setting. [STARE](algorithms/stare.md) defines W, M and P. P is 0.3 unless
+The next table shows pass@1 and final entropy for each value of a STARE setting, as means over the
+map's other setting. [STARE](algorithms/stare.md) defines W, M and P. P is 0.3 unless
 P varies. Use only the direction in which a setting helps, not its best value, because
 the target in nats depends on the model. `megatron-stare suggest` suggests a target from a run's
 first steps ([tuning](tuning.md)).
@@ -163,8 +163,8 @@ network. The replaced share is called the coupling. The coupling is 0.5 unless a
 0.9 in `clip_updates`.
 
 **Maps.** A map varies two settings. In each cell of a map, all methods train in the same {seeds}
-random worlds with the same random numbers. Some cells repeat a training, because both compared
-methods ignore a setting. The tables count a repeated training once.
+random worlds with the same random numbers. If both compared methods ignore a setting of the map,
+several cells repeat the same training. The tables count a repeated training once.
 
 The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
 compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best
@@ -178,9 +178,9 @@ method of every cell, the counts for pass@64, and further tables of the trained 
 - *Strong* and *adaptive* methods are variants of STARE with a share P of 0.3. Strong O1 has W = 3.
   Strong C2 has W = 2 and M = 0.2. Adaptive C2 starts with W = 2 and M = 0.2. Adaptive C2 keeps W
   between 1 and 3, and M between 0.05 and 1.
-- *By critical surprisal* is an experimental method that is not part of this project. The method is
-  STARE C2 with W = 2 and M = 0.2, but every token above the critical surprisal of its state is
-  rare.
+- *By critical surprisal* is an experimental variant of STARE C2, with W = 2 and M = 0.2. In this
+  variant, every token above the critical surprisal of its state is rare. The variant is not part of
+  this project.
 - DAPO's clip never acts if each batch has one update, as in all maps except `clip_updates`.
 - 20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
   20-Entropy therefore changes the policy about five times as much for each kept token as other
@@ -193,10 +193,10 @@ method of every cell, the counts for pass@64, and further tables of the trained 
 
 ## Methods by world
 
-Each cell starts with the mean difference in pass@1 to GRPO. The next two numbers count the
-trainings with a proven higher pass@1, and with a proven lower pass@1. For example, `+0.016, 8/0 of
-15` means that pass@1 is 0.016 higher on average, is proven higher in 8 of 15 trainings, and is
-proven lower in none.
+Each cell starts with the mean difference in pass@1 to GRPO. A cell's second and third
+number count the trainings with proven higher and with proven lower pass@1. For example, `+0.016,
+8/0 of 15` means that pass@1 is 0.016 higher on average, is proven higher in 8 of 15 trainings, and
+is proven lower in none.
 """
 OTHERS = """\
 The other maps compare fewer methods. In the next table, the last column has the same format as the
@@ -279,7 +279,9 @@ def methods(told: Mapping[str, Any]) -> list[str]:
     return list(next(iter(told["cells"].values())))
 
 
-def trainings(told: Mapping[str, Any], method: str, figure: str) -> dict[str, Mapping[str, float]]:
+def trainings(
+    told: Mapping[str, Any], method: str, figure: str = "pass@1"
+) -> dict[str, Mapping[str, float]]:
     """Returns a method's differences to the first, one for each distinct pair of trainings. Where
     neither depends on an axis, a map's cells repeat the same training."""
     found = {}
@@ -568,18 +570,15 @@ def safe(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     pair = ("stare_o1_strong", "stare_c2_strong")
     for method in pair:
-        of_maps = [
-            counts(told, method, "pass@1")
-            for told in maps.values()
-            if method in methods(told) and methods(told)[0] == "grpo"
-        ]
-        higher, lower, of = (sum(each) for each in zip(*of_maps, strict=True))
-        name = spoken(method)
-        if not lower:
-            lines.append(f"A cautious choice is {name}: no training shows a lower pass@1.")
+        shown = [told for told in maps.values() if {"grpo", method} <= set(methods(told))]
+        # maps share some trainings
+        distinct = {key: one for told in shown for key, one in trainings(told, method).items()}
+        found = [verdict(each) for each in distinct.values()]
+        low = f"{found.count(-1)} prove" if found.count(-1) else "none proves"
         lines.append(
-            f"Of {of} trainings in {len(of_maps)} maps, {higher} prove a higher pass@1 with {name},"
-            f" and {lower or 'none'} a lower pass@1."
+            ("" if found.count(-1) else f"A cautious choice is {spoken(method)}. ")
+            + f"Of {len(found)} trainings in {len(shown)} maps, {found.count(1)} prove a higher"
+            f" pass@1 with {spoken(method)}, and {low} a lower pass@1."
         )
     gains = {each: mean_over_first(maps["changing_reward"], each, "pass@1") for each in pair}
     most, least = sorted(pair, key=lambda each: -gains[each])
@@ -627,7 +626,8 @@ def fall(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     largest = maps["critical_weight"]["axes"]["amplify"][-1]
     at: dict[str, list[str]] = {}
     for row in rows:
-        at.setdefault(row[1], []).append(row[-1])
+        name, _, kind = row[1].partition(", ")
+        at.setdefault(f"{name} ({kind})", []).append(row[-1])
     never = [name for name, found in at.items() if set(found) == {"none"}]
     said = []
     if never:
