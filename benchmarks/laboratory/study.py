@@ -178,9 +178,9 @@ method of every cell, the counts for pass@64, and further tables of the trained 
 - *Strong* and *adaptive* methods are variants of STARE with a share P of 0.3. Strong O1 has W = 3.
   Strong C2 has W = 2 and M = 0.2. Adaptive C2 starts with W = 2 and M = 0.2. Adaptive C2 keeps W
   between 1 and 3, and M between 0.05 and 1.
-- *By critical surprisal* is an experimental variant of STARE C2, with W = 2 and M = 0.2. In this
-  variant, every token above the critical surprisal of its state is rare. The variant is not part of
-  this project.
+- *By critical surprisal* is an experimental variant of STARE C2 that is not part of this project.
+  The variant *by critical surprisal* has W = 2 and M = 0.2. Rare tokens are all tokens above the
+  critical surprisal of their state.
 - DAPO's clip never acts if each batch has one update, as in all maps except `clip_updates`.
 - 20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
   20-Entropy therefore changes the policy about five times as much for each kept token as other
@@ -199,8 +199,7 @@ number count the trainings with proven higher and with proven lower pass@1. For 
 is proven lower in none.
 """
 OTHERS = """\
-The other maps compare fewer methods. In the next table, the last column has the same format as the
-cells above.
+The next table has the maps that compare fewer methods.
 """
 MAPS = """\
 ## The maps
@@ -615,8 +614,8 @@ def many(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         sums[figure] = [sum(column) for column in zip(*each, strict=True)]
     (one, less, of), (far, fewer, _) = sums["pass@1"], sums["pass@64"]
     return [
-        f"In {of} comparisons with GRPO, pass@1 is proven higher in {one} and lower in {less}. In"
-        f" the same comparisons, pass@64 is proven higher in {far} and lower in {fewer}."
+        f"In {of} comparisons with GRPO, pass@1 is proven higher in {one} and lower in {less}."
+        f" Pass@64 is proven higher in {far} comparisons and lower in {fewer}."
     ]
 
 
@@ -632,9 +631,9 @@ def fall(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     said = []
     if never:
         said.append(
-            "The map `critical_weight` measures one small update of a toy policy. Entropy falls in"
-            f" this update at every weight W up to {largest:g} with these methods:"
-            f" {'; '.join(never)}."
+            "The map `critical_weight` measures one small update of a toy policy. In"
+            f" `critical_weight`, entropy falls at every weight W up to {largest:g} with these"
+            f" methods: {'; '.join(never)}."
         )
     for name, found in at.items():
         if "none" not in found:
@@ -662,7 +661,10 @@ def matrix(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def rest(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a table of the maps that compare some methods only."""
-    lines = ["| map | method | compared with | pass@1 |", "|---|---|---|---|"]
+    lines = [
+        "| map | method | compared with | pass@1: mean difference, higher/lower of trainings |",
+        "|---|---|---|---|",
+    ]
     for name, told in maps.items():
         if name in WORLDS or SHOWN.get(name) == "drift":
             continue
