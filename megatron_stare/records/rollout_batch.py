@@ -10,8 +10,9 @@ Shape legend: B samples; S branches; N response positions of all samples, concat
 of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
 weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
 order: by prompt cursor, then by sample number. Branches are ordered by sample, then by the position
-of their first token in the response. In the shapes of a RankShare, lower-case letters count only
-the rank's own branches: n response positions, t positions including contexts, and r runs.
+of their first token in the response. A RankShare holds only the
+branches of one rank. In its shapes, n is the number of response positions of these branches, t is
+the number of their positions including contexts, and r is the number of their runs.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Branches:
 
 
 class _Columns:
-    """Properties that RolloutBatch and RankShare both have. In the shapes of a RankShare,
-    lower-case letters count only the rank's own branches: n response positions and r runs."""
+    """Properties that RolloutBatch and RankShare both have. A RankShare holds only the branches of
+    one rank. In its shapes, n is the number of response positions of these branches, and r is the
+    number of their runs of tokens sampled by one weight version."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor

@@ -55,9 +55,9 @@ class Task:
         user-defined ones, are built from `config`. Sources and environments therefore need no
         special code for tasks.
     `name`: name of the task in `eval.tasks`; None for the run's own task.
-    `own`: dict with the names of the settings that the task overrides. The keys are the names in
-        the run's configuration, such as `data.eval_path`. The values are the names of the same
-        settings in a section of `eval.tasks`: for example, `own` maps `data.eval_path` to `path`.
+    `own`: dict of the settings that the task overrides. A setting can have two names, one in the
+        run's configuration and one in `eval.tasks`. The dict maps the first to the second: for
+        example, `data.eval_path` to `path`.
     """
 
     config: Config

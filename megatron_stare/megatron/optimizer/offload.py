@@ -27,8 +27,8 @@ PARTS = ("parameters", "gradients", "optimizer", "reference")
 
 @dataclass(frozen=True)
 class _Left:
-    """Record of a tensor storage that belongs to an offloaded part. While the part is offloaded,
-    the storage has size 0 and takes no device memory.
+    """Record of one tensor storage that was moved to host memory. Until the storage comes back, it
+    has size 0 and takes no device memory.
 
     `copy`: uint8 [nbytes], a copy of the storage's contents in host memory. If the contents are not
         needed again, `copy` is None, and the storage is later filled with zeros.

@@ -25,8 +25,8 @@ _BLOCK = 1 << 22
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Returns the noise keys [B], one key per response. A key does not depend on the position of a
-    token. The function `uniforms` mixes the token's position into the key.
+    """Returns the noise keys [B], one key per response. All tokens of a response
+    share its key. The function `uniforms` mixes the position of each token into the key.
 
     Args:
         step: step in which a response began, one number for all responses or [B].
