@@ -21,7 +21,7 @@ const put = (parent, kind, text, name) => {
   if (name) element.className = name;
   return element;
 };
-const number = (value) => value === null ? "–" : value.toLocaleString("en", { maximumSignificantDigits: 6 });
+const number = (value, digits = 6) => value === null ? "–" : value.toLocaleString("en", { maximumSignificantDigits: digits });
 
 unpack("index").then(({ runs, pairs }) => {
   const two = runs.length > 1, narrow = matchMedia("(max-width: 860px)");
@@ -107,7 +107,7 @@ unpack("index").then(({ runs, pairs }) => {
       for (const call of response.calls) {
         const one = put(sections[run].querySelector(".calls"), "details", undefined, call.failed ? "failed" : "");
         put(one, "summary", [`turn ${call.turn}`, call.name === null ? "not a call" : call.name, call.failed ? "failed" : "",
-          `${number(call.seconds)} s`, call.tokens ? `${number(call.tokens)} masked tokens` : ""].filter(Boolean).join(" · "));
+          `${number(call.seconds, 3)} s`, call.tokens ? `${number(call.tokens)} masked tokens` : ""].filter(Boolean).join(" · "));
         put(one, "pre", typeof call.asked === "string" ? call.asked : JSON.stringify(call.asked, null, 1));
         put(one, "pre", call.answer);
       }
@@ -165,6 +165,7 @@ unpack("index").then(({ runs, pairs }) => {
     const of = two ? "pairs and single responses" : "responses";
     count.textContent = `${shown.length.toLocaleString("en")} of ${pairs.length.toLocaleString("en")} ${of}`;
     note.hidden = !selected;
+    document.querySelector(".shown").hidden = !shown.length;
     fit();
     list.scrollTop = 0;
     draw();

@@ -16,7 +16,9 @@ const tokenView = (view) => {
     if (name) element.className = name;
     return element;
   };
-  const tint = (share, hue) => `color-mix(in srgb, var(--${hue}) ${Math.round(Math.min(1, share) * 72)}%, transparent)`;
+  // the most of a colour under which text of either scheme has a contrast of 4.5
+  const most = { heat: 72, plus: 45, minus: 45 };
+  const tint = (share, hue) => `color-mix(in srgb, var(--${hue}) ${Math.round(Math.min(1, share) * most[hue])}%, transparent)`;
   const show = (value) => value === null || value === undefined ? "–" : String(value);
 
   // surprisal and entropy from 0, weight from the smallest there is, advantage to both sides of 0
@@ -58,7 +60,7 @@ const tokenView = (view) => {
       span.textContent = text.replace(/\n/g, "↵\n") || "·";
       const chosen = { "+": "plus", "-": "minus", " ": "untrained" }[response.selected[i]];
       span.className = chosen || (response.rare[i] === "r" ? "rare" : "");
-      span.dataset.token = i; span.tabIndex = -1;
+      span.dataset.token = i; span.tabIndex = i ? -1 : 0;
       return span;
     }));
     paint();
@@ -81,7 +83,12 @@ const tokenView = (view) => {
   };
   for (const name of Object.keys(units)) add(by, "button", name).onclick = () => { colour = name; paint(); };
   for (const kind of ["pointerover", "focusin", "click"]) line.addEventListener(kind, point);
-  line.addEventListener("pointerleave", () => { tip.hidden = true; });
+  for (const kind of ["pointerleave", "focusout"]) line.addEventListener(kind, () => { tip.hidden = true; });
+  line.addEventListener("keydown", (event) => { // Tab comes to the first token, arrows to the others
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const next = move && line.children[Number(event.target.dataset.token) + move];
+    if (next) { event.preventDefault(); next.focus(); }
+  });
   return open;
 };
 for (const view of document.querySelectorAll(".tokens")) {
