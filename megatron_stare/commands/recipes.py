@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
+import textwrap
 from typing import Any
 
 from megatron_stare.config.load import load_config, load_section
@@ -27,6 +30,8 @@ _BESIDE = (  # settings shown for every recipe, published or not
     "rollout.engines",
 )
 
+_NARROWEST = 24  # characters of a column that is wrapped
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `recipes`."""
@@ -46,7 +51,7 @@ def run_recipes(args: argparse.Namespace) -> None:
                 )
             )
         else:
-            print("\n".join(_listed(found)))
+            print("\n".join(_fitted(_listed(found), _terminal_width())))
         return
     name = recipe_named(f"{FOLDER}/{args.name.removeprefix(FOLDER + '/')}")
     assert name is not None  # recipe_named raises for an unknown name
@@ -77,6 +82,30 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
         "Refused:",
     ]
     return [*lines, *(f"{name:{wide}}  {reason}" for name, reason in refused().items())]
+
+
+def _terminal_width() -> int | None:
+    """Columns of the terminal; None where standard output is none, so that a row stays a line."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _fitted(lines: list[str], width: int | None) -> list[str]:
+    """Wraps the last column of a table under itself, unless that leaves it too narrow to read."""
+    indent = lines[0].index("reproduces")
+    if width is None or width - indent < _NARROWEST:
+        return lines
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        or [""]
+    ]
 
 
 def _held(recipe: Recipe) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from support.hollow import hollow_model
 from support.runs import ROOT
 
 from megatron_stare.cli import main
+from megatron_stare.commands.recipes import _fitted, _listed, _row
 from megatron_stare.config.load import load_config
 from megatron_stare.config.recipes import published, recipes, refused, sources, value_of
 from megatron_stare.config.schema import Config
@@ -532,3 +533,15 @@ def test_a_recipe_is_layers_of_a_method_a_regime_a_model_and_a_cluster() -> None
     named = {layer for recipe in recipes().values() for layer in recipe.layers}
     files = {f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml")}
     assert files - named == {"methods/training"}
+
+
+def test_a_terminal_of_80_columns_wraps_the_last_column_under_itself() -> None:
+    lines = _listed([_row(recipe) for recipe in recipes().values()])
+    fitted = _fitted(lines, 80)
+    assert max(map(len, fitted)) <= 80 and len(fitted) > len(lines)
+    indent = lines[0].index("reproduces")
+    names = {recipe.name for recipe in recipes().values()} | refused().keys()
+    assert {line.split()[0] for line in fitted[1:] if line[:1].strip()} >= names
+    assert all(not line[:indent].strip() for line in fitted if line.startswith(" "))
+    assert " ".join(" ".join(fitted).split()) == " ".join(" ".join(lines).split())
+    assert _fitted(lines, None) == lines == _fitted(lines, 60)

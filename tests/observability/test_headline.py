@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import re
 import socket
 from pathlib import Path
@@ -462,3 +463,29 @@ def test_many_starts_in_one_place_are_told_in_a_few_words(tmp_path: Path) -> Non
         "resumed 2 times there, the last after step 40 2026-02-05 08:30; "
         "resumed after step 50 2026-02-06 08:30 on b, commit c2"
     )
+
+
+def test_a_loss_is_not_said_to_stay_because_few_steps_overlap() -> None:
+    def of(losses: list[float]) -> RunRecord:
+        return run_of([{"loss/policy": loss} for loss in losses], algorithm={"name": "sft"})
+
+    falling = [4.0 - step / 10 for step in range(39)]
+    run = of(falling)
+    assert run.supervised
+    assert headline(run).sentence == (
+        "In 39 steps, the loss went from 4.00 in the first to 0.200 nats a token in the last."
+    )
+    loss = verdict(run)[0]
+    assert (loss.label, loss.value) == ("Loss, last step", "0.200")
+    assert loss.note == "nats a token; first step 4.00"
+    assert headline(of(falling[:1])).sentence == "In 1 step, the loss was 4.00 nats a token."
+    assert headline(of([math.nan])).sentence == "In 1 step, no loss is recorded."
+    whole = of([*falling, 0.1])
+    assert headline(whole).sentence == "In 40 steps, the loss went from 3.05 to 1.05 nats a token."
+    assert verdict(whole)[0].label == "Loss, last 20 steps"
+
+
+def test_figures_of_fewer_than_twenty_steps_say_how_many() -> None:
+    notes = {f.label: f.note for f in verdict(run_of([{**HELD, "reward/mean": 0.5}] * 3))}
+    assert notes["Reward, last 20 steps"] == "mean of 3 steps"
+    assert notes["Entropy, last 20 steps"] == "nats, mean of 3 steps"

@@ -4,6 +4,7 @@ colours for the colour-blind, sizes on a phone, and tokens by keyboard."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from itertools import combinations
 from pathlib import Path
@@ -17,6 +18,8 @@ from support.synthetic_runs import synthetic_run
 from megatron_stare.observability.report import page as report
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.report.rollouts_page import write_rollouts
+from megatron_stare.run_dir.json_lines import write_atomically
+from megatron_stare.run_dir.rollout_files import rollout_files
 
 READY = """new Promise(done => {
   const look = () => !document.querySelector('.filters') || document.body.dataset.ready
@@ -174,3 +177,43 @@ def test_colours_of_lines_differ_for_the_colour_blind() -> None:
             for whose, seen in SEEN.items():
                 apart = float((lab(scheme[one], seen) - lab(scheme[two], seen)).norm())
                 assert apart > 15, (one, two, whose, apart)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_rows_of_fine_tuning_are_not_called_sampled_or_unverified(tmp_path: Path) -> None:
+    run = synthetic_run(tmp_path / "run", "twin", 60)
+    steps = [{"step": step, "loss/policy": 2.0 - step / 60} for step in range(1, 61)]
+    write_atomically(run / "metrics.jsonl", steps)
+    file = rollout_files(run / "rollouts")[-1]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row |= {"reward": None, "reward_status": "pending", "answer": ""}
+        trained = [mark if mark == " " else "." for mark in row["by_token"]["selected"]]
+        row["by_token"]["selected"] = "".join(trained)
+    write_atomically(file, rows)
+    write_atomically(run / "eval.jsonl", [])
+
+    async def looked() -> list[Any]:
+        shown = "document.querySelector('main').innerText"
+        marks = "[...document.querySelectorAll('.key i')].filter(i => i.checkVisibility())"
+        texts = []
+        async with tab() as here:
+            for page in (
+                write_report([run], tmp_path / "one.html"),
+                write_rollouts([run], tmp_path / "all.html"),
+            ):
+                await here.open(page, 1280)
+                await here.settled(READY)
+                await here.value(UNFOLD)
+                marked = await here.value(f"{marks}.map(i => i.className)")
+                texts.append((await here.value(shown), marked))
+            assert here.errors == []
+        return texts
+
+    (report, marks), (rows_page, others) = asyncio.run(looked())
+    for text in (report, rows_page):
+        for wrong in ("ampled", "not verified", "pending", "(answer", "what the method selects"):
+            assert wrong not in text, wrong
+    assert "Rows by token" in report and "ROWS TRAINED ON" in rows_page
+    assert marks == others == ["rare", "untrained"]

@@ -53,7 +53,7 @@ def verdict(run: RunRecord) -> list[Figure]:
     figures = [
         *(replace(f, first=True) for task in run.tasks for f in _pass_at_1_of(run, task)),
         replace(_entropy(s), first=True),
-        Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), "nats, mean"),
+        _recent_entropy(s),
     ]
     if s["gate_on_share"] is not None:
         note = (
@@ -68,12 +68,25 @@ def verdict(run: RunRecord) -> list[Figure]:
 
 def _losses(s: dict[str, float | None]) -> list[Figure]:
     """Returns the figures on loss and entropy of a supervised fine-tuning run."""
-    before = f"nats a token; first {RECENT} steps {short(s['loss_first'])}"
-    found = [Figure(f"Loss, last {RECENT} steps", short(s["loss_last"]), before, first=True)]
+    # with fewer steps, means of the first and the last would be of the same steps
+    judged = (s["steps"] or 0) >= JUDGED
+    which = f"{RECENT} steps" if judged else "step"
+    before = f"nats a token; first {which} {short(s['loss_first'])}"
+    found = [Figure(f"Loss, last {which}", short(s["loss_last"]), before, first=True)]
     if s["heldout_loss"] is not None:
         held_out = Figure("Held-out loss", short(s["heldout_loss"]), "nats a token", first=True)
         found.append(held_out)
-    return [*found, Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), "nats, mean")]
+    return [*found, _recent_entropy(s)]
+
+
+def _recent_entropy(s: dict[str, float | None]) -> Figure:
+    return Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), f"nats, {_mean_of(s)}")
+
+
+def _mean_of(s: dict[str, float | None]) -> str:
+    """Names the steps of a mean over the last RECENT steps, if the run has fewer."""
+    steps = int(s["steps"] or 0)
+    return f"mean of {steps} step{'s' if steps > 1 else ''}" if 0 < steps < RECENT else "mean"
 
 
 def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
@@ -188,7 +201,7 @@ def _entropy(s: dict[str, float | None]) -> Figure:
 def _reward(s: dict[str, float | None]) -> Figure:
     failures = s["reward_failures"]
     judged = (s["steps"] or 0) >= JUDGED
-    note = f"mean; first {RECENT} steps {short(s['reward_first'])}" if judged else "mean"
+    note = f"mean; first {RECENT} steps {short(s['reward_first'])}" if judged else _mean_of(s)
     if failures:
         note += f"; {failures:,.0f} answers not verified"
     return Figure(
@@ -248,11 +261,11 @@ def _pass_at_1(run: RunRecord, label: str, accuracy: str, results: str) -> Figur
 
 
 CONTENTS = {
-    "report.html": "figures, curves, responses before and after",
+    "report.html": "figures, curves, responses",
     "metrics.jsonl": "every metric of every step",
     "tensorboard": "the same for TensorBoard",
     "eval.jsonl": "pass@1 on held-out problems",
-    "rollouts": "sampled responses, some with the numbers of every token",
+    "rollouts": "responses, some with the numbers of every token",
     "starts.jsonl": "when, where and from which commit",
     "checkpoints": "to continue with --resume",
     "hf": "the policy, as transformers loads it",

@@ -128,7 +128,8 @@ def summary(
         in_band_share              share of the same steps with entropy within BAND of the target
         entropy_last, reward_last  means of the last RECENT steps
         reward_first               mean of the first RECENT steps
-        loss_first, loss_last      mean losses of the first and the last RECENT steps
+        loss_first, loss_last      mean losses of the first and the last RECENT steps; with fewer
+                                   than JUDGED steps, losses of the first and of the last step
         heldout_loss               the last loss on held-out conversations, nats
         entropy_first              mean of the first RECENT steps, nats
         gate_on_share              share of steps with the gate on, of those that logged the gate
@@ -138,6 +139,8 @@ def summary(
     """
     tail = metrics[-max(1, math.ceil(len(metrics) * last_share)) :]
     recent, first = metrics[-RECENT:], metrics[:RECENT]
+    losses = _values(metrics, "loss/policy")
+    few = losses and len(metrics) < JUDGED
     entropy, target = _mean(tail, "entropy/mean"), _mean(tail, "entropy/target")
     near = [
         float(abs(row["entropy/mean"] - row["entropy/target"]) <= BAND * row["entropy/target"])
@@ -160,8 +163,8 @@ def summary(
         "entropy_last": _mean(recent, "entropy/mean"),
         "reward_first": _mean(first, "reward/mean"),
         "reward_last": _mean(recent, "reward/mean"),
-        "loss_first": _mean(first, "loss/policy"),
-        "loss_last": _mean(recent, "loss/policy"),
+        "loss_first": losses[0] if few else _mean(first, "loss/policy"),
+        "loss_last": losses[-1] if few else _mean(recent, "loss/policy"),
         "heldout_loss": next(reversed(_values(metrics, "heldout/loss")), None),
         "gate_on_share": _mean(metrics, "stare/gate"),
         "gate_on_last_share": _mean(tail, "stare/gate"),

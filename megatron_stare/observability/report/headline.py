@@ -250,8 +250,15 @@ def _entropy(figures: Figures) -> str:
 def _loss(figures: Figures) -> str:
     """Describes the losses of supervised fine-tuning."""
     first, last = short(figures["loss_first"]), short(figures["loss_last"])
-    said = f"the loss went from {first} to {last} nats a token"
-    held_out = figures["heldout_loss"]
+    held_out, steps = figures["heldout_loss"], figures["steps"] or 0
+    if figures["loss_last"] is None:
+        said = "no loss is recorded"
+    elif steps == 1:
+        said = f"the loss was {last} nats a token"
+    elif steps < JUDGED:
+        said = f"the loss went from {first} in the first to {last} nats a token in the last"
+    else:
+        said = f"the loss went from {first} to {last} nats a token"
     return said if held_out is None else f"{said}; on held-out rows it is {short(held_out)}"
 
 

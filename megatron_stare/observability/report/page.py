@@ -58,6 +58,17 @@ _MORE = (  # only if a run recorded them
     ("response/truncated", "Responses cut off", "share, at the length limit"),
     ("optimizer/lr", "Learning rate", "of the schedule"),
 )
+_ABOUT = {  # sentences about folded parts of the page
+    "figures": "Steps, time, memory, and how far engine and trainer agree.",
+    "curves": "Length, gradient, clipping and throughput of every step, and what the method"
+    " selects.",
+    "tokens": "Sampled responses with every token's surprisal, entropy, advantage and weight.",
+}
+_ABOUT_SUPERVISED = {
+    "figures": "Entropy, steps, time and memory.",
+    "curves": "Length, gradient and throughput of every step.",
+    "tokens": "Rows of some steps, with every token's surprisal and entropy before the step.",
+}
 # phases in the order of a step
 _ORDER = ("data", "rollout", "reward", "log_probs", "update", "sync")
 _BESIDE = ("step", "eval", "checkpoint")  # the whole step, and phases between steps
@@ -119,6 +130,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
         for label in labels
     ]
     charts, more = _charts(runs)
+    supervised = all(run.supervised for run in runs)
     return TEMPLATES.get_template("page.html.jinja").render(
         runs=runs,
         palette=PALETTE,
@@ -135,6 +147,8 @@ def _page(runs: Sequence[RunRecord]) -> str:
         figures=[row for row in stated if row[0] in first and _told(row[1])],
         more_figures=[row for row in stated if row[0] not in first or not _told(row[1])],
         problems=[problems(run) for run in runs],
+        by_token=f"{'Rows' if supervised else 'Responses'} by token",
+        about=_ABOUT | (_ABOUT_SUPERVISED if supervised else {}),
         charts=charts,
         more_charts=more,
         parts=parts(runs),
@@ -165,7 +179,7 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
     charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
     if all(run.supervised for run in runs):
         first = [Chart("Loss", "nats a token", _lines(runs, "loss/policy")), entropy]
-        held_out = _lines(runs, "heldout/loss")
+        held_out = [_measured(line) for line in _lines(runs, "heldout/loss")]
         if any(line.values for line in held_out):
             first.insert(1, Chart("Held-out loss", "nats a token", held_out, raw=True))
         charts = [chart for chart in charts if any(line.values for line in chart.lines)]
@@ -227,6 +241,12 @@ def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> 
 
 def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
     return [Line(run.name, i % PALETTE, *run.series(key)) for i, run in enumerate(runs)]
+
+
+def _measured(line: Line) -> Line:
+    """Returns a line of only the steps that have a value, so that the line joins them."""
+    known = [point for point in line.points if math.isfinite(point[1])]
+    return replace(line, steps=[step for step, _ in known], values=[value for _, value in known])
 
 
 def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:

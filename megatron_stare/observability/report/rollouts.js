@@ -27,9 +27,10 @@ unpack("index").then(({ runs, pairs }) => {
   const two = runs.length > 1, narrow = matchMedia("(max-width: 860px)");
   let height = 0, shown = [], chosen = null, asked = 0, words = null;
 
+  const judged = runs.map((run) => !run.supervised); // rows of fine-tuning have no reward
   const rewardOf = (run, i) => {
     const reward = runs[run].rows.reward[i];
-    return reward === null ? "not verified" : `reward ${number(reward)}`;
+    return !judged[run] ? "" : reward === null ? "not verified" : `reward ${number(reward)}`;
   };
   const meta = (run, i) => {
     const rows = runs[run].rows, said = [];
@@ -39,8 +40,8 @@ unpack("index").then(({ runs, pairs }) => {
   };
   const mark = (parent, run, i) => {
     const reward = runs[run].rows.reward[i];
-    put(parent, "b", rewardOf(run, i), reward === null ? "bad" : reward > 0 ? "good" : "");
-    if (meta(run, i)) parent.append(` · ${meta(run, i)}`);
+    if (judged[run]) put(parent, "b", rewardOf(run, i), reward === null ? "bad" : reward > 0 ? "good" : "");
+    if (meta(run, i)) parent.append(`${judged[run] ? " · " : ""}${meta(run, i)}`);
   };
   const draw = () => { // what is in sight, and a little more
     const first = Math.max(0, Math.floor(list.scrollTop / height) - 4);
@@ -95,7 +96,7 @@ unpack("index").then(({ runs, pairs }) => {
       const facts = [`step ${rows.step[i]}`, rows.cursor[i] === null ? "" : `prompt ${rows.cursor[i]}`,
         rows.sample[i] === null ? "" : `sample ${rows.sample[i]}`, rewardOf(run, i), meta(run, i),
         response.status === "given_up" ? "given up: nobody knows what became of a call of its environment"
-          : response.status && response.status !== "ok" ? `verifier: ${response.status}` : "",
+          : response.status && !["ok", "pending"].includes(response.status) ? `verifier: ${response.status}` : "",
         response.finish ? `ended by ${response.finish}` : ""];
       sections[run].querySelector(".facts").textContent = facts.filter(Boolean).join(" · ");
       const training = rows.numbers[i] >= 0;
@@ -205,7 +206,7 @@ unpack("index").then(({ runs, pairs }) => {
   const tasks = [...new Set(runs.flatMap((run) => run.tasks))];
   for (const task of tasks) field("task").add(new Option(task, task));
   form.querySelector(".task").hidden = tasks.length < 2;
-  field("unverified").parentElement.hidden = !runs.some((run) => run.rows.reward.includes(null));
+  field("unverified").parentElement.hidden = !runs.some((run, i) => judged[i] && run.rows.reward.includes(null));
   if (two && !pairs.some((pair) => !pair.includes(-1))) field("both").checked = field("both").defaultChecked = false;
   return filter();
 }).then(() => { document.body.dataset.ready = "yes"; }, (error) => { count.textContent = `this page cannot be read: ${error}`; throw error; });

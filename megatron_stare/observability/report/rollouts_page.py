@@ -66,10 +66,18 @@ def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
         )
     page = TEMPLATES.get_template("rollouts.html.jinja").render(
         runs=runs,
-        heading="Sampled responses",
+        heading="Rows trained on" if all(run.supervised for run in runs) else "Sampled responses",
         remarks=[remark for each in stored for remark in _left_out(each, len(stored) > 1)],
         stored=stored,
-        index=packed({"runs": [_index(each) for each in stored], "pairs": pairs(stored)}),
+        index=packed(
+            {
+                "runs": [
+                    {**_index(each), "supervised": run.supervised}
+                    for run, each in zip(runs, stored, strict=True)
+                ],
+                "pairs": pairs(stored),
+            }
+        ),
     )
     return write_page(page, Path(out), "the page")
 

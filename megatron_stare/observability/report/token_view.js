@@ -50,7 +50,7 @@ const tokenView = (view) => {
     for (const button of by.children) button.setAttribute("aria-pressed", button.textContent === colour);
   };
   const open = (response) => {
-    asked.textContent = `${response.prompt}\n(answer: ${response.answer})`;
+    asked.textContent = response.answer ? `${response.prompt}\n(answer: ${response.answer})` : response.prompt;
     tip.hidden = true;
     view.classList.toggle("plain", !response.text);
     if (!response.text) { line.textContent = response.response; return; } // stored without the numbers of its tokens
@@ -63,6 +63,8 @@ const tokenView = (view) => {
       span.dataset.token = i; span.tabIndex = i ? -1 : 0;
       return span;
     }));
+    for (const each of view.querySelectorAll(".key i")) // of the marks, those that this response has
+      each.parentElement.hidden = !line.querySelector(`.${each.className}`);
     paint();
   };
   const row = (name, value) => { const div = add(tip, "div", name); add(div, "b", value); };

@@ -78,12 +78,14 @@ def _some(files: Sequence[Path]) -> list[Path]:
 
 
 def _entry(response: SampledResponse) -> dict[str, Any]:
-    reward = "not verified" if response.reward is None else f"reward {response.reward:g}"
     record = response.record
+    reward = ": not verified" if response.reward is None else f": reward {response.reward:g}"
+    if record.get("reward_status") == "pending":  # a row of supervised fine-tuning
+        reward = ""
     return {
         "title": (
-            f"step {response.step}, prompt {record.get('cursor')}, sample {record.get('sample')}:"
-            f" {reward}"
+            f"step {response.step}, prompt {record.get('cursor')}, sample {record.get('sample')}"
+            f"{reward}"
         ),
         "prompt": response.prompt,
         "answer": response.answer,
