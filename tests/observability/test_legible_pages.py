@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.browser import Tab, needs_browser, tab
+from support.runs import ROOT
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.observability.report import page as report
@@ -57,6 +58,7 @@ PALE = """(() => {
   return pale;
 })()"""
 UNFOLD = "(b => b && b.click())(document.querySelector('.unfold'))"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 COLOUR_BY = "document.querySelectorAll('.by button')[{}].click()"
 
 
@@ -217,3 +219,31 @@ def test_rows_of_fine_tuning_are_not_called_sampled_or_unverified(tmp_path: Path
             assert wrong not in text, wrong
     assert "Rows by token" in report and "ROWS TRAINED ON" in rows_page
     assert marks == others == ["rare", "untrained"]
+
+
+@pytest.mark.slow
+@needs_browser
+def test_tables_of_the_site_break_no_word_of_prose(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code = "<code>agreement.window_of_steps_whose_name_is_long</code>"
+    cells = f"<td><code>a.metric</code></td><td>ratio</td><td>a median over {code}</td>"
+    name = "<td><code>quickstart</code></td>"
+    css = (ROOT / "docs/site.css").read_text()
+    page.write_text(
+        f"<!doctype html><style>{css} * {{ font: 14px monospace; box-sizing: border-box; margin: 0 }}</style>"
+        f'<body class="md-typeset"><table><tr>{cells}{name}</table>'
+    )
+    lines = """[...document.querySelectorAll('td')].flatMap(cell =>
+      [...cell.childNodes].map(node => {
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        return [node.textContent, range.getClientRects().length];
+      }))"""
+
+    async def looked() -> Any:
+        async with tab() as here:
+            await here.open(page, 390)
+            return dict(await here.value(lines)), await here.value(OVERFLOW)
+
+    found, wide = asyncio.run(looked())
+    assert found["ratio"] == found["quickstart"] == found["a.metric"] == 1 and wide == 0
