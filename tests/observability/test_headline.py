@@ -489,3 +489,26 @@ def test_figures_of_fewer_than_twenty_steps_say_how_many() -> None:
     notes = {f.label: f.note for f in verdict(run_of([{**HELD, "reward/mean": 0.5}] * 3))}
     assert notes["Reward, last 20 steps"] == "mean of 3 steps"
     assert notes["Entropy, last 20 steps"] == "nats, mean of 3 steps"
+
+
+def test_one_step_is_not_called_steps(tmp_path: Path) -> None:
+    row = {"reward/mean": 0.5, "entropy/mean": 0.3, "entropy/target": 0.1, "stare/gate": 0.0}
+    said = headline(run_of([row]))
+    assert said.sentence == (
+        "In 1 step, reward was 0.500 in the only step, with no evaluation; entropy was 0.300 in the"
+        " only step (target 0.100), too few steps to judge it."
+    )
+    assert said.remarks[0].startswith("The gate never opened in 1 step:")
+    page = write_report([synthetic_run(tmp_path / "run", "held", 1)], tmp_path / "a.html")
+    assert not re.search(r"\b1 steps", page.read_text())
+
+
+def test_seven_runs_have_seven_looks_and_one_sentence_on_what_is_cut(tmp_path: Path) -> None:
+    runs = [synthetic_run(tmp_path / f"run-{i}", "held", 60, seed=i) for i in range(7)]
+    page = write_report(runs, tmp_path / "a.html").read_text()
+    looks = re.findall(r'<li><span class="dot ([^"]*)"', page)
+    assert looks[:7] == [*(f"c{i}" for i in range(6)), "c0 again"]
+    assert 'class="line c0 again"' in page
+    cut = re.findall(r"▲ ([^<]*)<", page)
+    assert re.match(r"\d+ values of 7 lines lie beyond the edge, as far as 0\.\d+ \(", cut[0])
+    assert cut[0].count("beyond") == 1

@@ -230,7 +230,8 @@ def test_tables_of_the_site_break_no_word_of_prose(tmp_path: Path) -> None:
     name = "<td><code>quickstart</code></td>"
     css = (ROOT / "docs/site.css").read_text()
     page.write_text(
-        f"<!doctype html><style>{css} * {{ font: 14px monospace; box-sizing: border-box; margin: 0 }}</style>"
+        f"<!doctype html><style>{css} * {{ font: 14px monospace; box-sizing: border-box }}"
+        " body { margin: 0 }</style>"
         f'<body class="md-typeset"><table><tr>{cells}{name}</table>'
     )
     lines = """[...document.querySelectorAll('td')].flatMap(cell =>

@@ -26,8 +26,9 @@ WIDTH, HEIGHT = 560, 262
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 40
 LANE = 7  # height of one run's gate lane, if several runs share a chart
 SMOOTH_FROM = 12  # points; shorter series are not smoothed
-PALETTE = 6  # colours c0..c5; a seventh run starts again at c0
+PALETTE = 6  # colours c0..c5; a seventh run starts again at c0, dashed
 OWN_COLOUR = -1  # for lines that belong to no run: a target that all runs share
+MOST_SAID = 2  # lines of which each is said how far it lies beyond the edge
 HOVER_POINTS = 400  # positions at which the pointer can stop
 
 
@@ -45,7 +46,9 @@ class Line:
     @property
     def css(self) -> str:
         """The CSS class that determines the line's colour."""
-        return self.kind or ("own" if self.colour == OWN_COLOUR else f"c{self.colour}")
+        again = " again" if self.colour >= PALETTE else ""  # dashed
+        of_run = f"c{self.colour % PALETTE}{again}"
+        return self.kind or ("own" if self.colour == OWN_COLOUR else of_run)
 
     @property
     def points(self) -> Points:
@@ -166,7 +169,7 @@ def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
     """Marks the steps at which a line's value is above or below the plot, and returns a text about
     these values."""
     low, high = frame.y_ticks[0], frame.y_ticks[-1]
-    said = []
+    said, number, furthest = [], 0, (0.0, "", 0.0)
     for line in lines:
         finite = [(x, y) for x, y in line.points if math.isfinite(y)]
         outside = [(x, y) for x, y in finite if not low <= y <= high]
@@ -180,8 +183,16 @@ def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
             )
         step, far = max(outside, key=lambda point: abs(point[1]))
         whose = f" of {line.label}" if len(lines) > 1 else ""
-        many = f"{len(outside)} of {len(finite)} values{whose}"
+        many = f"{len(outside):,} of {len(finite):,} values{whose}"
         said.append(f"{many} lie beyond the edge, as far as {short(far)} (step {step:g})")
+        number += len(outside)
+        furthest = max(furthest, (abs(far), f"{short(far)} ({line.label}", step))
+    if len(said) > MOST_SAID:
+        _, far_of, step = furthest
+        return (
+            f"{number:,} values of {len(said)} lines lie beyond the edge, as far as"
+            f" {far_of}, step {step:g})"
+        )
     return "; ".join(said)
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from megatron_stare.observability.metrics.paired import forecast_fit
 from megatron_stare.observability.metrics.reward_hacking import FEW_TOKENS, NGRAM
 from megatron_stare.observability.metrics.scales import short, smooth
-from megatron_stare.observability.report.charts import PALETTE, SMOOTH_FROM, Chart, Line
+from megatron_stare.observability.report.charts import SMOOTH_FROM, Chart, Line
 from megatron_stare.run_dir.run_files import RunRecord
 
 FORECAST, MEASURED = "forecast/entropy_change", "forecast/measured_change"
@@ -166,7 +166,7 @@ def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
         steps, gate = run.series("stare/gate")
         _, weight = run.series("stare/amplify")
         values = [1 + g * (w - 1) for g, w in zip(gate, weight, strict=False)]
-        used.append(_dashed(Line("weight used", i % PALETTE, steps, values)))
+        used.append(_dashed(Line("weight used", i, steps, values)))
     dashed = " Dashed: the weight STARE gave it." if any(line.values for line in used) else ""
     return Chart(
         "W*",
@@ -297,7 +297,7 @@ def _signals(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
-    return [Line(run.name, i % PALETTE, *run.series(key)) for i, run in enumerate(runs)]
+    return [Line(run.name, i, *run.series(key)) for i, run in enumerate(runs)]
 
 
 def _dashed(line: Line) -> Line:

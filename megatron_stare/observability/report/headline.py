@@ -139,7 +139,7 @@ def alike(runs: Sequence[RunRecord]) -> list[str]:
 def _progress(run: RunRecord) -> str:
     made, planned = int(run.metrics[-1]["step"]), run.setting("run.steps")
     if not isinstance(planned, int) or made >= planned:
-        return f"In {made:,} step{'s' if made != 1 else ''},"
+        return f"In {_steps(made)},"
     steps = f"step {made:,} of {planned:,}"
     return {
         "running": f"Still running, {steps} is made:",
@@ -225,10 +225,7 @@ def _entropy(figures: Figures) -> str:
     steps = figures["steps"] or 0
     aim = f" (target {short(target)})" if target is not None else ""
     if steps < JUDGED:
-        return (
-            f"entropy was {short(last)} in the last {min(RECENT, steps):.0f} steps{aim},"
-            " too few steps to judge it"
-        )
+        return f"entropy was {short(last)} in {_last(steps)}{aim}, too few steps to judge it"
     if last < COLLAPSED * (target or began) and last < _FELL * began:
         of = f"{short(last / target, 2)} × its target {short(target)}" if target else ""
         return f"entropy collapsed to {short(last)} ({of or f'from {short(began)}'})"
@@ -245,6 +242,14 @@ def _entropy(figures: Figures) -> str:
         f"entropy ended near its target, at {short(last)}{aim}, and was not held there:"
         f" {figures['in_band_share'] or 0:.0%} of the last third's steps lie within ±{BAND:.0%}"
     )
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} step{'s' if number != 1 else ''}"
+
+
+def _last(steps: float) -> str:
+    return "the only step" if steps == 1 else f"the last {min(RECENT, steps):.0f} steps"
 
 
 def _loss(figures: Figures) -> str:
@@ -267,7 +272,7 @@ def _reward(figures: Figures) -> str:
     if last is None:
         return ""
     if (steps := figures["steps"] or 0) < JUDGED:
-        return f"reward was {short(last)} in the last {min(RECENT, steps):.0f} steps"
+        return f"reward was {short(last)} in {_last(steps)}"
     if short(first) == short(last):
         return f"reward stayed at {short(last)}"
     return f"reward went from {short(first)} to {short(last)}"
@@ -293,7 +298,7 @@ def _never_opened(run: RunRecord, figures: Figures) -> str:
     above = all(_above_target(row) for row in run.metrics)
     reason = "its entropy never came below the target" if above else "it stayed closed"
     return (
-        f"The gate never opened in {len(run.metrics):,} steps: {reason}, so every token had weight"
+        f"The gate never opened in {_steps(len(run.metrics))}: {reason}, so every token had weight"
         " 1 and the run is the same as one without STARE's weights. A longer run, or a higher"
         " target, shows what they do."
     )

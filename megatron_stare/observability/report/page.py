@@ -190,7 +190,7 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
     ]
     charts += [chart for chart in more if any(line.values for line in chart.lines)]
     for task in dict.fromkeys(task for run in runs for task in run.tasks):
-        evals = [(run.name, i % PALETTE, run.on_task(task).evals) for i, run in enumerate(runs)]
+        evals = [(run.name, i, run.on_task(task).evals) for i, run in enumerate(runs)]
         # before and after are among the figures already
         if all(len(records) <= 2 for _, _, records in evals):
             continue
@@ -240,7 +240,7 @@ def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> 
 
 
 def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
-    return [Line(run.name, i % PALETTE, *run.series(key)) for i, run in enumerate(runs)]
+    return [Line(run.name, i, *run.series(key)) for i, run in enumerate(runs)]
 
 
 def _measured(line: Line) -> Line:
