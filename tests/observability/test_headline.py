@@ -13,7 +13,7 @@ import pytest
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.metrics.figures import started, verdict
+from megatron_stare.observability.metrics.figures import closing, started, verdict
 from megatron_stare.observability.report.comparison import against, outcome, settings_that_tell
 from megatron_stare.observability.report.headline import (
     GREEDY,
@@ -512,3 +512,11 @@ def test_seven_runs_have_seven_looks_and_one_sentence_on_what_is_cut(tmp_path: P
     cut = re.findall(r"▲ ([^<]*)<", page)
     assert re.match(r"\d+ values of 7 lines lie beyond the edge, as far as 0\.\d+ \(", cut[0])
     assert cut[0].count("beyond") == 1
+
+
+def test_the_closing_figures_fit_the_terminal(tmp_path: Path) -> None:
+    run = synthetic_run(tmp_path / "run", "collapsed", 60)
+    whole, narrow = closing(run), closing(run, 80)
+    figures = narrow.split("\n\n")[0]
+    assert max(map(len, figures.splitlines())) <= 80 < max(map(len, whole.splitlines()))
+    assert whole.split() == narrow.split()

@@ -251,5 +251,6 @@ def train_and_tell(
 
     poll()
     run_dir = train(config, resume=resume, from_step=from_step, dump_step=dump_step, limit=limit)
-    print(closing(run_dir))
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(closing(run_dir, columns))
     return run_dir

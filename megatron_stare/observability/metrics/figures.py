@@ -273,16 +273,24 @@ CONTENTS = {
 }
 
 
-NOTE_WIDTH = 82  # characters per line of a note in the terminal
+NOTE_WIDTH = 82  # characters per line of a note in the terminal, at most
+NARROWEST_NOTE = 24
 
 
-def closing(run_dir: Path) -> str:
-    """Formats two lists as text: the run's figures, and the files in the run directory."""
+def closing(run_dir: Path, columns: int | None = None) -> str:
+    """Formats two lists as text: the run's figures, and the files in the run directory.
+
+    Args:
+        columns: of the terminal, into which the notes of the figures are wrapped.
+    """
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)
     lines = []
     for each in figures:
-        notes = textwrap.wrap(each.note, NOTE_WIDTH) or [""]
+        room = NOTE_WIDTH
+        if columns is not None:
+            room = min(room, columns - width - len(each.value) - 6)
+        notes = textwrap.wrap(each.note, max(NARROWEST_NOTE, room)) or [""]
         lines.append(f"  {each.label:<{width}}  {each.value}  {notes[0]}".rstrip())
         lines += [f"  {'':<{width}}  {more}" for more in notes[1:]]
     files = [
