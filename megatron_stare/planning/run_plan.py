@@ -75,10 +75,12 @@ def _head(plan: Plan) -> str:
         if config.sglang.colocated
         else f"{plan.step.gpus - config.parallel.world_size} GPUs"
     )
+    ranks = layout(config.parallel)
+    if config.parallel.world_size > 1:
+        ranks += f", {config.parallel.world_size} ranks"
     return (
         f"{config.model.path} ({plan.run.shape.family}) on {plan.nodes} x {site.node_size}"
-        f" {site.gpu.name}: {layout(config.parallel)}, {config.parallel.world_size} ranks; servers:"
-        f" {servers}"
+        f" {site.gpu.name}: {ranks}; servers: {servers}"
     )
 
 

@@ -545,3 +545,9 @@ def test_a_terminal_of_80_columns_wraps_the_last_column_under_itself() -> None:
     assert all(not line[:indent].strip() for line in fitted if line.startswith(" "))
     assert " ".join(" ".join(fitted).split()) == " ".join(" ".join(lines).split())
     assert _fitted(lines, None) == lines == _fitted(lines, 60)
+
+
+def test_the_readme_counts_the_recipes() -> None:
+    said = (ROOT / "README.md").read_text()
+    counts = re.findall(r"(\d+) recipes of\s+published|published runs as recipes \| (\d+),", said)
+    assert [int(one or two) for one, two in counts] == [len(RECIPES)] * 2
