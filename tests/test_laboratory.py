@@ -3,8 +3,10 @@ same states; its policies are exact: enumeration against sampling and finite dif
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -272,7 +274,14 @@ def test_the_study_is_that_of_the_committed_maps() -> None:
     drawn = {file.stem: file.read_text() for file in study.PICTURES.glob("*.svg")}
     assert drawn == study.pictures(maps)
     for text in drawn.values():
-        ElementTree.fromstring(text)
+        root = ElementTree.fromstring(text)
+        assert [root.get("width"), root.get("height")] == root.attrib["viewBox"].split()[2:]
+    space = "{http://www.w3.org/2000/svg}"
+    texts = list(ElementTree.fromstring(drawn["trained"]).iter(f"{space}text"))
+    legend = [text for text in texts if text.text in study.NAMES.values()]
+    for one, two in pairwise(legend):  # a name ends before the next one's line
+        room = float(two.attrib["x"]) - float(one.attrib["x"]) - 23
+        assert two.get("y") != one.get("y") or 7.5 * len(one.text or "") < room
     assert all(study.methods(told)[0] in study.NAMES for told in maps.values())
 
 
@@ -562,3 +571,24 @@ def test_every_map_has_cells_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for told in found.values():
             assert told["figures"].keys() == told["over_first"].keys()
+
+
+def test_numbers_of_a_map_stand_out_on_their_cells_in_both_schemes() -> None:
+    """WCAG's contrast of 4.5, at the most of a cell's colour."""
+
+    def light(colour: Tensor) -> float:
+        linear = torch.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        return float(linear @ torch.tensor([0.2126, 0.7152, 0.0722]))
+
+    def rgb(text: str) -> Tensor:
+        text = "".join(2 * letter for letter in text) if len(text) == 3 else text
+        return torch.tensor([int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)])
+
+    for scheme in study.STYLE.split("@media"):
+        ink, page = (
+            rgb(re.findall(rf"{name}{{fill:#(\w+)}}", scheme)[0]) for name in ("ink", "bg")
+        )
+        for name in ("pos", "neg"):
+            cell = rgb(re.findall(rf"{name}{{--c:#(\w+)}}", scheme)[0])
+            dark, bright = sorted((light(ink), light(0.75 * cell + 0.25 * page)))
+            assert (bright + 0.05) / (dark + 0.05) >= 4.5

@@ -24,6 +24,7 @@ FIGURES = ("pass@1", "pass@16", "entropy")
 # half-width of a 95 % interval in standard errors, by the number of values (Student's t)
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 W, H, LEFT, TOP, PAD = 420, 190, 46, 44, 34
+IN_LEGEND = 3  # names in a line of the legend
 
 
 def read() -> dict[str, Any] | None:
@@ -446,9 +447,10 @@ def details(told: Mapping[str, Any]) -> list[str]:
 def picture(told: Mapping[str, Any], style: str) -> str:
     """Returns an SVG: reward and entropy by step, mean over seeds, of every arm on every task."""
     tasks, names = list(told["plan"]["tasks"]), list(told["plan"]["arms"])
-    width, height = 2 * W, len(tasks) * H + 2 * PAD
+    width, height = 2 * W, len(tasks) * H + 2 * PAD + 20 * ((len(names) - 1) // IN_LEGEND)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        f' width="{width}" height="{height}" role="img"'
         f' aria-label="Reward and entropy by step"><style>{style}</style>'
         f'<rect class="bg" width="{width}" height="{height}"/>'
     ]
@@ -476,7 +478,8 @@ def picture(told: Mapping[str, Any], style: str) -> str:
                 )
                 parts.append(f'<polyline class="arm{names.index(arm)}" points="{points}"/>')
     for number, arm in enumerate(names):
-        x, y = LEFT + number * (width - LEFT) / len(names), len(tasks) * H + PAD + 10
+        x = LEFT + (number % IN_LEGEND) * (width - LEFT) / IN_LEGEND
+        y = len(tasks) * H + PAD + 10 + 20 * (number // IN_LEGEND)
         parts.append(
             f'<polyline class="arm{number}" points="{x},{y - 4} {x + 18},{y - 4}"/>'
             f'<text class="ink" x="{x + 23}" y="{y}">{escape(NAMES[arm])}</text>'

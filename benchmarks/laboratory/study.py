@@ -88,16 +88,16 @@ LESS_IS_BETTER = ("recovered", "held")
 CELL_W, CELL_H, GAP, LEFT, TOP = 66, 30, 26, 92, 52
 HEAD = 48  # above the panels
 STYLE = """
-.bg{fill:#fff}.ink{fill:#1d2126}.soft{fill:#5b636c}.pos{--c:#2f66d0}.neg{--c:#b0319a}
+.bg{fill:#fff}.ink{fill:#1d2126}.soft{fill:#5b636c}.pos{--c:#2f66d0}.neg{--c:#b63a9f}
 @media (prefers-color-scheme:dark){.bg{fill:#14161a}.ink{fill:#e7e9ec}.soft{fill:#a9b0b9}
-.pos{--c:#77a5ff}.neg{--c:#f08ad8}}
+.pos{--c:#4675d6}.neg{--c:#b84a98}}
 text{font:12.5px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif}
 .h{font-size:14px;font-weight:600}rect.pos,rect.neg{fill:var(--c)}
 """
 CURVES = """
 polyline{fill:none;stroke:var(--c);stroke-width:1.8}
 .arm0{--c:#5b636c}.arm1{--c:#a86a00}.arm2{--c:#2b8a57}
-.arm3{--c:#2f66d0}.arm4{--c:#b0319a}.arm5{--c:#c1432b}
+.arm3{--c:#2f66d0}.arm4{--c:#b0319a}.arm5{--c:#c1432b;stroke-dasharray:6 3}
 @media (prefers-color-scheme:dark){.arm0{--c:#a9b0b9}.arm1{--c:#e0a84a}.arm2{--c:#6fcf97}
 .arm3{--c:#77a5ff}.arm4{--c:#f08ad8}.arm5{--c:#ff8a73}}
 """
@@ -326,6 +326,7 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
     largest = max([*values, 1e-9])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+        f' width="{width}" height="{height}"'  # a small map is not blown up to the page's width
         f' role="img" aria-label="{escape(told["question"])}"><style>{STYLE}</style>'
         f'<rect class="bg" width="{width}" height="{height}"/>'
         f'<text class="h ink" x="12" y="20">{escape(FIGURES[figure])}: difference to'
