@@ -186,6 +186,8 @@ def test_colours_of_lines_differ_for_the_colour_blind() -> None:
 def test_rows_of_fine_tuning_are_not_called_sampled_or_unverified(tmp_path: Path) -> None:
     run = synthetic_run(tmp_path / "run", "twin", 60)
     steps = [{"step": step, "loss/policy": 2.0 - step / 60} for step in range(1, 61)]
+    for step in steps[19::20]:
+        step["heldout/loss"] = step["loss/policy"] + 0.1
     write_atomically(run / "metrics.jsonl", steps)
     file = rollout_files(run / "rollouts")[-1]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -214,9 +216,13 @@ def test_rows_of_fine_tuning_are_not_called_sampled_or_unverified(tmp_path: Path
         return texts
 
     (report, marks), (rows_page, others) = asyncio.run(looked())
+    page = (tmp_path / "one.html").read_text()
     for text in (report, rows_page):
-        for wrong in ("ampled", "not verified", "pending", "(answer", "what the method selects"):
+        for wrong in ("ampled", "erified", "pending", "(answer", "method selects", "L+", "Reward"):
             assert wrong not in text, wrong
+    held_out = re.search(r"Held-out loss .*?</figure>", page, re.DOTALL)
+    joined = re.findall(r'class="line c0" d="([^"]*)"', held_out[0] if held_out else "")
+    assert len(joined) == 1 and joined[0].count("L") == 2  # of steps 20, 40 and 60
     assert "Rows by token" in report and "ROWS TRAINED ON" in rows_page
     assert marks == others == ["rare", "untrained"]
 

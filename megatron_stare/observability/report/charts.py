@@ -70,6 +70,7 @@ class Chart:
     gates: Sequence[tuple[Line, Sequence[tuple[float, float]]]] = ()
     caption: str = ""
     raw: bool = False  # few separate measurements: dots, no smoothing
+    joined: bool = False  # measured in some steps only: the line goes on over those without a value
     y_limit: float | None = None  # top of the plot; values above are cut off
     y_floor: float | None = None  # bottom of the plot, if values are below it
     exact: bool = False  # a schedule or a count: no smoothing
@@ -267,8 +268,10 @@ def _target(frame: _Frame, target: Line, band: float) -> None:
 
 def _line(frame: _Frame, line: Line, chart: Chart) -> None:
     raw, smoothed = chart.raw, not chart.raw and not chart.exact and len(line.values) >= SMOOTH_FROM
-    colour = line.css
-    for run in _unbroken(thin(line.points)):
+    colour, points = line.css, line.points
+    if chart.joined:
+        points = [point for point in points if math.isfinite(point[1])]
+    for run in _unbroken(thin(points)):
         if len(run) == 1 or raw:  # a lone point between gaps has no line
             frame.parts += [
                 f'<circle class="{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>'

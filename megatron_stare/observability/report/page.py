@@ -179,9 +179,9 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
     charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
     if all(run.supervised for run in runs):
         first = [Chart("Loss", "nats a token", _lines(runs, "loss/policy")), entropy]
-        held_out = [_measured(line) for line in _lines(runs, "heldout/loss")]
+        held_out = _lines(runs, "heldout/loss")
         if any(line.values for line in held_out):
-            first.insert(1, Chart("Held-out loss", "nats a token", held_out, raw=True))
+            first.insert(1, Chart("Held-out loss", "nats a token", held_out, raw=True, joined=True))
         charts = [chart for chart in charts if any(line.values for line in chart.lines)]
     charts += selection(runs)
     more = [
@@ -241,12 +241,6 @@ def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> 
 
 def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
     return [Line(run.name, i, *run.series(key)) for i, run in enumerate(runs)]
-
-
-def _measured(line: Line) -> Line:
-    """Returns a line of only the steps that have a value, so that the line joins them."""
-    known = [point for point in line.points if math.isfinite(point[1])]
-    return replace(line, steps=[step for step, _ in known], values=[value for _, value in known])
 
 
 def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:

@@ -35,7 +35,7 @@ unpack("index").then(({ runs, pairs }) => {
   const meta = (run, i) => {
     const rows = runs[run].rows, said = [];
     if (rows.tokens[i] !== null) said.push(`${number(rows.tokens[i])} tokens`);
-    if (rows.plus[i] !== null) said.push(`L+ ${rows.plus[i]} · L− ${rows.minus[i]}`);
+    if (judged[run] && rows.plus[i] !== null) said.push(`L+ ${rows.plus[i]} · L− ${rows.minus[i]}`);
     return said.join(" · ");
   };
   const mark = (parent, run, i) => {
@@ -103,7 +103,7 @@ unpack("index").then(({ runs, pairs }) => {
       const lines = training ? why.lines : rows.plus[i] === null ? ["Stored without the numbers of its tokens."]
         : ["The numbers of its tokens had no room on this page; they are in its rollout file."];
       sections[run].querySelector(".why").replaceChildren();
-      for (const line of lines) put(sections[run].querySelector(".why"), "li", line);
+      if (judged[run]) for (const line of lines) put(sections[run].querySelector(".why"), "li", line);
       sections[run].querySelector(".calls").replaceChildren();
       for (const call of response.calls) {
         const one = put(sections[run].querySelector(".calls"), "details", undefined, call.failed ? "failed" : "");
@@ -163,7 +163,7 @@ unpack("index").then(({ runs, pairs }) => {
     };
     const keys = new Map(shown.map((at) => [at, key(at)]));
     shown.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
-    const of = two ? "pairs and single responses" : "responses";
+    const of = two ? "pairs and single responses" : judged[0] ? "responses" : "rows";
     count.textContent = `${shown.length.toLocaleString("en")} of ${pairs.length.toLocaleString("en")} ${of}`;
     note.hidden = !selected;
     document.querySelector(".shown").hidden = !shown.length;
@@ -205,6 +205,7 @@ unpack("index").then(({ runs, pairs }) => {
 
   const tasks = [...new Set(runs.flatMap((run) => run.tasks))];
   for (const task of tasks) field("task").add(new Option(task, task));
+  form.querySelector(".reward").hidden = !judged.some(Boolean);
   form.querySelector(".task").hidden = tasks.length < 2;
   field("unverified").parentElement.hidden = !runs.some((run, i) => judged[i] && run.rows.reward.includes(null));
   if (two && !pairs.some((pair) => !pair.includes(-1))) field("both").checked = field("both").defaultChecked = false;
