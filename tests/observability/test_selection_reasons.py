@@ -26,12 +26,12 @@ def test_an_open_gate_says_rule_threshold_and_weights() -> None:
     found = selection_reasons(C2, ROW)
     assert found.lines == (
         (
-            "stare put into L+ 1,300 tokens of positive advantage, the 0.1 of highest surprisal: at"
-            " least 0.400 nats."
+            "stare put into L+ 1,300 tokens of positive advantage, the 10 % of highest surprisal:"
+            " at least 0.400 nats."
         ),
         (
-            "stare put into L− 110 tokens of negative advantage, the 0.1 of highest surprisal: at"
-            " least 0.750 nats."
+            "stare put into L− 110 tokens of negative advantage, the 10 % of highest surprisal:"
+            " at least 0.750 nats."
         ),
         "The gate was open (entropy 0.100 nats, target 0.120): L+ × 2.00, L− × 0.300.",
     )
@@ -73,7 +73,7 @@ def test_common_tokens_lie_below_their_bound_and_take_the_other_weight() -> None
         "m": "surprisal ≤ 0.100, gate open: × 2.00",
     }
     bottom = selection_reasons({**C2, "common": "bottom"}, row)
-    assert "the 0.1 of lowest surprisal: at most" in bottom.lines[0]
+    assert "the 10 % of lowest surprisal: at most" in bottom.lines[0]
 
 
 def test_a_fixed_bound_a_gate_by_token_and_several_updates() -> None:

@@ -78,7 +78,7 @@ def _rule(
     if below is not None:
         who = f"a probability {'below' if rare else 'of at least'} {below:g}"
     elif rare or settings.get("common") == "bottom":
-        part = f"the {share:.3g} " if isinstance(share, float) else "the share "
+        part = f"the {100 * share:.3g} % " if isinstance(share, float) else "the share "
         who = f"{part}of {'highest' if rare else 'lowest'} surprisal"
     else:
         who = "all that are not rare"
