@@ -540,7 +540,7 @@ def test_the_text_ends_with_what_is_wrong() -> None:
         "ok       bb  well",
         "fault    a   seen",
         "             mend: mend it",
-        "1 faults, 0 warnings, 1 ok",
+        "1 fault, 0 warnings, 1 ok",
     ]
 
 

@@ -188,7 +188,8 @@ def as_text(found: Sequence[Finding]) -> str:
     count = {
         level: sum(each.level == level for each in found) for level in ("fault", "warning", "ok")
     }
-    lines.append(f"{count['fault']} faults, {count['warning']} warnings, {count['ok']} ok")
+    told = [f"{n} {level}{'' if n == 1 else 's'}" for level, n in count.items() if level != "ok"]
+    lines.append(f"{', '.join(told)}, {count['ok']} ok")
     return "\n".join(lines)
 
 
