@@ -258,6 +258,7 @@ def retool(*parts, asked=f"{ASKS}*user question:*\nWhat is 3*4? <answer>\\boxed{
 
 CODE = "<code>\n```python\nprint(3*4)\n```\n</code>"
 OUTPUT = "<interpreter>\n12\n</interpreter>"
+FENCED = "```python\nprint(3*4)\n```"
 LAST = "<answer>\n\\boxed{12}\n</answer>"
 
 
@@ -306,6 +307,11 @@ def test_retools_texts_become_calls_and_answers(tmp_path):
         (retool("so", CODE, "then", OUTPUT, LAST), "output without code"),
         (retool("so", CODE, OUTPUT), "no answer after"),
         (retool("so", "<code>print(1)", LAST), "not closed"),
+        (retool("so", "<code>\n```python\nprint(1)\n</code>", OUTPUT, LAST), "fence that is not"),
+        (retool("so", f"<code>{FENCED}\n{FENCED}</code>", OUTPUT, LAST), "several code fences"),
+        (retool("so", "<code>\n```python\n\n```\n</code>", OUTPUT, LAST), "without code"),
+        (retool("so \ud83d", LAST), "half of a character"),
+        ({"messages": [None, {"role": "assistant", "content": "x"}]}, "not a question"),
         (retool("so", LAST, asked=f"{ASKS}*user question:*  "), "no problem"),
         ({"messages": []}, "not a question"),
         ({"text": "x"}, "not a question"),
@@ -315,6 +321,40 @@ def test_retools_texts_become_calls_and_answers(tmp_path):
 def test_a_text_of_another_form_is_dropped_with_its_reason(row, why):
     found, dropped = prepare_data.conversations([row])
     assert not found and why in next(iter(dropped))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (FENCED.replace("python", "Python"), "print(3*4)"),
+        (FENCED.replace("python", "python3 "), "print(3*4)"),
+        (FENCED.replace("\n", "\r\n"), "print(3*4)"),
+        ("```python\n    x = 12\n    print(x)\n```", "x = 12\nprint(x)"),
+        ('```python\ns = """```\nhi\n```"""\nprint(s)\n```', 's = """```\nhi\n```"""\nprint(s)'),
+    ],
+)
+def test_a_fence_is_no_part_of_the_program(text, code):
+    found, dropped = prepare_data.conversations(
+        [retool("so", f"<code>\n{text}\n</code>", OUTPUT, LAST)]
+    )
+    assert found[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"code": code}
+    assert not dropped
+
+
+def test_an_output_of_nothing_is_what_the_tool_answers_in_training():
+    from megatron_stare.environments.tools import PRINTED_NOTHING
+
+    (found,), _ = prepare_data.conversations([retool(CODE, "<interpreter></interpreter>", LAST)])
+    assert found["messages"][2] == {"role": "tool", "content": PRINTED_NOTHING}
+
+
+def test_half_of_a_character_drops_a_task_and_leaves_no_file_behind(tmp_path, capsys):
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"problem": "Half \ud83d?", "answer": 1}, {"problem": "What is 1+1?", "answer": 2}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert prepare_data.main(["polaris", str(file), "--out", str(out)]) == 0
+    assert "dropped        1  half of a character" in capsys.readouterr().out
+    assert [each.prompt for each in read_records(out)[0]] == ["What is 1+1?"]
 
 
 def test_conversations_about_held_out_problems_are_dropped(tmp_path):

@@ -17,6 +17,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ CALLED = "code_interpreter"
 RETOOL = "hf:JoeYing/ReTool-SFT"
 ASKED = "*user question:*"  # before the problem, behind an instruction that names the tags
 _PART = re.compile(r"<(code|interpreter)>(.*?)</\1>", re.DOTALL)
-_FENCE = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*```[ \t]*\w*[ \t]*$", re.MULTILINE)  # a line that is a fence
 _ANSWER = re.compile(r"</?answer>")
 LONGEST_ANSWER = 1_000  # characters that the verifier reads as mathematics
 Task = dict[str, str]
@@ -134,10 +135,16 @@ def conversation_of(row: Any) -> list[dict[str, Any]]:
     Raises:
         Dropped: the row has another form.
     """
+    from megatron_stare.environments.tools import PRINTED_NOTHING  # takes seconds
+
     said = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(said, list) or [each.get("role") for each in said] != ["user", "assistant"]:
+    if (
+        not isinstance(said, list)
+        or not all(isinstance(each, dict) for each in said)
+        or [each.get("role") for each in said] != ["user", "assistant"]
+    ):
         raise Dropped("not a question and an answer")
-    asked, text = (str(each.get("content") or "") for each in said)
+    asked, text = (str(each.get("content") or "").replace("\r\n", "\n") for each in said)
     problem = _ANSWER.sub("", asked.rpartition(ASKED)[2]).strip()
     if not problem:
         raise Dropped("no problem")
@@ -148,12 +155,14 @@ def conversation_of(row: Any) -> list[dict[str, Any]]:
         if (part[1] == "code") == open_call or (open_call and between):
             raise Dropped("code without its output, or output without code")
         if part[1] == "code":
-            fenced = _FENCE.search(part[2])
-            code = (fenced[1] if fenced else part[2]).strip()
-            call = {"type": "function", "function": {"name": CALLED, "arguments": {"code": code}}}
+            call = {
+                "type": "function",
+                "function": {"name": CALLED, "arguments": {"code": code_of(part[2])}},
+            }
             found.append({"role": "assistant", "content": between, "tool_calls": [call]})
         else:
-            found.append({"role": "tool", "content": part[2].strip()})
+            # an empty output as the tool answers it in training
+            found.append({"role": "tool", "content": part[2].strip() or PRINTED_NOTHING})
         at, open_call = part.end(), not open_call
     last = _ANSWER.sub("", text[at:]).strip()
     if open_call or not last:
@@ -161,6 +170,24 @@ def conversation_of(row: Any) -> list[dict[str, Any]]:
     if re.search(r"</?(code|interpreter)>", "".join(each["content"] for each in found) + last):
         raise Dropped("a tag that is not closed")
     return [*found, {"role": "assistant", "content": last}]
+
+
+def code_of(text: str) -> str:
+    """A program without the fence and the indentation that all of its lines share.
+
+    Raises:
+        Dropped: there is no program, or it is not in one fence.
+    """
+    if opening := _FENCE.search(text):
+        text, closed, _ = text[opening.end() :].rpartition("```")
+        if not closed:
+            raise Dropped("a code fence that is not closed")
+        if _FENCE.search(text):
+            raise Dropped("several code fences in one call")
+    code = textwrap.dedent(text).strip()
+    if not code:
+        raise Dropped("a call without code")
+    return code
 
 
 def conversations(
@@ -180,6 +207,7 @@ def conversations(
     for number, row in enumerate(rows, 1):
         try:
             messages = conversation_of(row)
+            require_characters(messages)
         except Dropped as reason:
             dropped[str(reason)] += 1
             continue
@@ -315,6 +343,7 @@ def task(name: str, row: Any, number: int) -> Task:
         raise Dropped("no answer")
     if len(answer) > LONGEST_ANSWER:
         raise Dropped(f"an answer of more than {LONGEST_ANSWER} characters")
+    require_characters([problem, answer])
     given = first(row, *DATA_SETS[name].names)
     extra = row.get("extra_info")
     if given is None and isinstance(extra, dict):
@@ -340,6 +369,15 @@ def ground_truth(row: dict[str, Any]) -> str:
     """The reference in verl's shape, '' where there is none."""
     judged = row.get("reward_model")
     return str(judged.get("ground_truth") or "") if isinstance(judged, dict) else ""
+
+
+def require_characters(texts: list[Any]) -> None:
+    """Raises Dropped if a text holds half of a surrogate pair, which JSON can express but UTF-8
+    cannot."""
+    try:
+        json.dumps(texts, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise Dropped("half of a character (half of a surrogate pair)") from error
 
 
 def written(answer: Any) -> str:

@@ -59,6 +59,7 @@ TOOLS = {
 }
 CALL_ID = "call_id"  # a tool's parameter that is given the call's id, not an argument
 THREADS = 256  # of users' functions at once
+PRINTED_NOTHING = "The program printed nothing."
 _ONCE = "once"  # a setting of every tool
 
 EarlierThinking = Literal["keep", "branch", "refuse"]
@@ -394,7 +395,7 @@ class Tools(Environment):
     def _in_sandbox(self, box: Sandbox) -> Callable[..., Awaitable[Answer]]:
         async def run(arguments: Mapping[str, Any], call: str) -> Answer:
             ran = await box.run(arguments["code"], self._call_seconds)
-            text = ran.output.rstrip("\n") or "The program printed nothing."
+            text = ran.output.rstrip("\n") or PRINTED_NOTHING
             return Answer(text, ran.failed, ran.seconds)
 
         return run
