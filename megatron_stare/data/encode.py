@@ -25,6 +25,8 @@ class PromptEncoder:
     `data.chat_template_kwargs` and `rollout.max_prompt_tokens`. If the environment has tools, their
     schemas are passed to the chat template.
 
+    `cut`: number of prompts of which the beginning was cut off so far.
+
     Args:
         config: the run's configuration.
         tokenizer: a transformers tokenizer.
@@ -39,6 +41,7 @@ class PromptEncoder:
         self._template = config.data.template
         self._chat_template = config.data.chat_template
         self._limit = config.rollout.max_prompt_tokens
+        self.cut = 0
         self._cuts = config.rollout.truncate_prompt == "left"
         self._template_kwargs = dict(config.data.chat_template_kwargs)
         environment, settings = find_environment(config.rollout.environment)
@@ -94,6 +97,7 @@ class PromptEncoder:
                     " rollout.truncate_prompt to drop or left"
                 ),
             )
+        self.cut += len(ids) > self._limit
         return tuple(ids[-self._limit :])
 
     def _rendered(self, prompt: Messages, where: str) -> str:

@@ -79,6 +79,7 @@ class FilePrompts:
         drop = config.rollout.truncate_prompt == "drop"
         self._checksum = 0
         self._parts: list[_Part] = []
+        self._cut: set[str] = set()  # places of records that lose their beginning
         files = _files(config.data, split)
         for file, weight in zip(files, whole_weights([file.weight for file in files]), strict=True):
             records, checksum = read_records(
@@ -106,17 +107,20 @@ class FilePrompts:
         else:
             self._clean(config.data)
         self.problems = sum(len(part.records) for part in self._parts)
-        self.remarks = [] if split == "eval" else self._repeats()
+        self.remarks = [*self._shortened(), *([] if split == "eval" else self._repeats())]
 
     def _fits(self, record: Record, drop: bool) -> bool:
         """Returns True if the record's prompt is short enough. For a prompt that is too long,
         returns False if `drop` is true, and raises PromptTooLongError if `drop` is false."""
+        before = self._encode.cut
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
             if not drop:
                 raise
             return False
+        if self._encode.cut > before:
+            self._cut.add(record.where)
         return True
 
     def _without_repeats(self, records: list[Record]) -> list[Record]:
@@ -128,6 +132,7 @@ class FilePrompts:
                 (self._encode(record.messages or record.prompt, record.where), record.answer),
                 record,
             )
+        self._drop("a repeat of another", len(records) - len(first))
         return list(first.values())
 
     def _clean(self, data: DataConfig) -> None:
@@ -159,6 +164,17 @@ class FilePrompts:
                     + "; ".join(f"{n} {why}" for why, n in self.dropped.items()),
                     where=part.file.path,
                 )
+
+    def _shortened(self) -> list[str]:
+        """Returns one remark if prompts lose their beginning, and [] otherwise. With a chat
+        template, the beginning has the system message and the descriptions of tools."""
+        cut = sum(record.where in self._cut for part in self._parts for record in part.records)
+        if not cut:
+            return []
+        return [
+            f"prompts longer than rollout.max_prompt_tokens lose their beginning: {cut};"
+            " rollout.truncate_prompt=drop leaves them out"
+        ]
 
     def _repeats(self) -> list[str]:
         """Returns one remark if the same prompt occurs more than once, and [] otherwise."""

@@ -33,6 +33,7 @@ _THINK = "<think>"
 _PLAIN = {"add_special_tokens": False}  # the template writes them
 _TOLD = 10_000  # rows between two lines of progress; these rows take about a minute
 TOO_LONG = "longer than rollout.max_prompt_tokens + rollout.max_new_tokens"
+_IS_TOO_LONG = f"is {TOO_LONG}"
 
 
 class RowError(Exception):
@@ -350,7 +351,8 @@ class Conversations:
         self._path, self._cursor, self._pass, self._order = path, 0, -1, list[int]()
         self.dropped: dict[str, int] = {}
         self.ends: set[int] = set()
-        special = special_ids(tokenizer)
+        self._special = special = special_ids(tokenizer)
+        self._stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         rows, self._checksum = read_rows(path)
         # Rendered again when taken: ids of a large file would take ten times the memory of text.
         self._rows: list[tuple[str, Any]] = []
@@ -364,7 +366,7 @@ class Conversations:
             try:
                 found = self._rendered(row)
             except RowError as error:
-                if too_long == "drop" and error.kind == TOO_LONG:
+                if too_long == "drop" and error.kind == _IS_TOO_LONG:
                     self.dropped[TOO_LONG] = self.dropped.get(TOO_LONG, 0) + 1
                 else:
                     faults.setdefault(error.kind, (error, []))[1].append(where)
@@ -379,23 +381,44 @@ class Conversations:
         if not self._rows:
             raise DataError("the file has no conversation to learn from", where=path)
         self.problems = len(self._rows)
-        self.remarks = [
-            f"{self.problems:,} conversations of {tokens:,} tokens, of which {learnt:,} carry loss;"
-            f" the run takes {config.run.steps * config.batch.prompts:,} rows,"
-            f" {config.run.steps * config.batch.prompts / self.problems:.2f} passes"
-        ]
+        self.remarks = []
+        if split == "train":
+            taken = config.run.steps * config.batch.prompts
+            self.remarks = [
+                f"{self.problems:,} conversations of {tokens:,} tokens, of which {learnt:,} carry"
+                f" loss; the run takes {taken:,} rows, {taken / self.problems:.2f} passes"
+            ]
 
     def _rendered(self, row: Any) -> Rendered:
-        found = rendered(*conversation(row), self._tokenizer, self._template_kwargs)
+        messages, tools = conversation(row)
+        found = rendered(messages, tools, self._tokenizer, self._template_kwargs)
+        self._require_one_end(messages, found)
         if len(found.ids) > self._limit:
             raise RowError(
-                TOO_LONG,
+                _IS_TOO_LONG,
                 f"raise one of them (the limit is {self._limit}, this row has {len(found.ids)}"
                 " tokens), or data.source={name: messages, too_long: drop}",
             )
         if not any(found.mask):
             raise RowError("has no token that carries loss", "leave it out")
         return found
+
+    def _require_one_end(self, messages: Sequence[Mapping[str, Any]], found: Rendered) -> None:
+        """Raises RowError if the text of a turn that is learnt contains a token that ends turns,
+        padding included. A policy that learns such a turn stops in the middle of it."""
+        tokens: list[str] = self._tokenizer.convert_ids_to_tokens(
+            sorted(self._special & {*found.ends(), *self._stops})
+        )
+        for message in messages:
+            if message["role"] == ASSISTANT and message.get(WEIGHT) != 0:
+                said = json.dumps(message, ensure_ascii=False)
+                for token in tokens:
+                    # one character is a word, such as the padding "!" of some models
+                    if len(token) > 1 and token in said:
+                        raise RowError(
+                            f"has {token} in the text of the assistant, a token that ends a turn",
+                            "remove it from the text; the chat template ends the turns",
+                        )
 
     def take(self, n: int) -> list[Prompt]:
         """Returns the next `n` demonstrations. Starts new passes over the file if needed."""

@@ -8,7 +8,7 @@ contains the queue's `state()`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_stare.config.schema import Config
@@ -102,7 +102,21 @@ def dropped(source: PromptSource) -> Mapping[str, int]:
     return found
 
 
-def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]:
+def told(source: PromptSource) -> list[str]:
+    """Returns lines about a source's data for the user: what the source omitted, and the source's
+    attribute `remarks`."""
+    rows = "rows" if getattr(source, "demonstrates", False) else "prompts"
+    left_out = [f"{n} {rows} left out: {why}" for why, n in dropped(source).items()]
+    return [*left_out, *getattr(source, "remarks", ())]
+
+
+class HeldOut(list[Prompt]):
+    """Problems that every evaluation of a run uses. `told`: see the function `told`."""
+
+    told: Sequence[str] = ()
+
+
+def held_out(config: Config, tokenizer: Any, wanted: int | None) -> HeldOut:
     """Returns the problems that every evaluation of a run uses.
 
     Args:
@@ -138,7 +152,9 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
             where="eval.prompts",
             fix=f"at most {most}",
         )
-    return source.take(wanted or most or 0)
+    found = HeldOut(source.take(wanted or most or 0))
+    found.told = told(source)
+    return found
 
 
 class PromptQueue:

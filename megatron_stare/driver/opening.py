@@ -18,6 +18,7 @@ from megatron_stare.data.prompt_source import (
     first_prompt,
     held_out,
     make_source,
+    told,
 )
 from megatron_stare.data.records import read_records
 from megatron_stare.driver.resuming import (
@@ -77,7 +78,11 @@ class Inputs:
         """Returns remarks about the data. A remark describes a property of the data that is often
         unintended. Each remark is one line. Only some sources provide remarks."""
         batch = self.config.batch
-        found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
+        found = [f"data: {line}" for line in told(self.source)]
+        for each in self.evaluations:
+            found += [f"data: {line}" for line in each.told()]
+        for line in getattr(self.held_out, "told", ()):
+            found.append(f"data: data.eval_path: {line}")
         most: int | None = getattr(self.source, "problems", None)
         name = "batch.prompts" if batch.generate_prompts is None else "batch.generate_prompts"
         asked = batch.generate_prompts or batch.prompts

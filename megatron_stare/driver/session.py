@@ -16,7 +16,7 @@ from megatron_stare.config.engines_alone import evaluation_engines, synced_in
 from megatron_stare.config.load import former_names
 from megatron_stare.config.process_settings import port_share
 from megatron_stare.config.resolved import ResolvedRun
-from megatron_stare.data.prompt_source import PromptQueue, dropped
+from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.driver.checkpoints import Checkpoints, export_policy
 from megatron_stare.driver.demonstrations import Demonstrations, HeldOutLoss
@@ -351,11 +351,8 @@ class Session:
         held = self._held
         self.dir.record_placement(runner.notes())
         told = () if held.restarted or held.went_back else held.plan.notes
-        left_out = [
-            f"data: {n} prompts left out: {why}" for why, n in dropped(self._inputs.source).items()
-        ]
-        left_out += self._inputs.data_remarks()
-        for line in [*notices(self.config), *told, *left_out, *runner.notes(), *self.ranks.notes()]:
+        data = self._inputs.data_remarks()
+        for line in [*notices(self.config), *told, *data, *runner.notes(), *self.ranks.notes()]:
             self.monitor.note(line)
 
     def _continue(self, restored: Path | None) -> None:

@@ -166,6 +166,11 @@ class Evaluation:
     prompts: list[Prompt]
     environment: Environment
 
+    def told(self) -> list[str]:
+        """Returns lines about the task's data for the user, such as problems left out."""
+        name = "the evaluation" if self.task.name is None else f"eval.tasks[{self.task.name}]"
+        return [f"{name}: {line}" for line in getattr(self.prompts, "told", ())]
+
     def about(self) -> dict[str, Any]:
         """Returns the entries that describe this evaluation in its record. The entry `asked`
         identifies the problems with their answers, the template, the verifier and the environment.

@@ -18,6 +18,7 @@ from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.data import messages as messages_module
 from megatron_stare.data.messages import Conversations, RowError, conversation, rendered
+from megatron_stare.data.prompt_source import held_out
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.records.batch import Demonstration
 
@@ -334,10 +335,35 @@ def test_rows_that_are_too_long_stop_the_run_or_are_left_out(
     config = config_of(tmp_path, rows, rollout=limits)
     with pytest.raises(DataError, match="1 of 2 rows") as error:
         Conversations(config, tokenizer, "train")
+    assert "this row is longer than" in str(error.value)
     assert f"the limit is {length}" in str(error.value.fix)
     found = Conversations(config, tokenizer, "train", too_long="drop")
     assert found.problems == 1
     assert list(found.dropped.values()) == [1]
+    data = {"source": {"name": "messages", "too_long": "drop"}, "eval_path": config.data.path}
+    held = held_out(config_of(tmp_path, rows, rollout=limits, data=data), tokenizer, None)
+    assert len(held) == 1
+    assert held.told == [f"1 rows left out: {messages_module.TOO_LONG}"]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {**SAY, "content": "It is <|im_end|> 3."},
+        {**SAY, "content": "It is 3.<|endoftext|>"},  # the padding
+        {
+            **CALL,
+            "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<|im_end|>"}}}],
+        },
+    ],
+)
+def test_a_token_that_ends_turns_inside_of_a_turn_is_refused(tmp_path: Path, turn: Any) -> None:
+    """The policy would learn to stop there, before its call is closed."""
+    config = config_of(tmp_path, [{"messages": [ASK, turn]}])
+    with pytest.raises(DataError, match=r"1 of 1 rows: this row has <.* a token that ends a turn"):
+        Conversations(config, published("qwen2.5"), "train")
+    rows = [{"messages": [ASK, {**turn, "weight": 0}, {**ASK, "content": "<|im_end|>"}, SAY]}]
+    assert Conversations(config_of(tmp_path, rows), published("qwen2.5"), "train").problems == 1
 
 
 def test_a_demonstration_begins_with_the_first_learnt_token(tokenizer: Any, tmp_path: Path) -> None:

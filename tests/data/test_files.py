@@ -20,9 +20,10 @@ from megatron_stare.config.load import validate, with_absolute_paths
 from megatron_stare.config.rollout_sections import MixtureFile
 from megatron_stare.data.cleaning import Contamination, without_repeats
 from megatron_stare.data.file_prompts import FilePrompts, _Part
-from megatron_stare.data.prompt_source import make_source
+from megatron_stare.data.prompt_source import held_out, make_source
 from megatron_stare.data.records import read_records
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.tasks.task import Evaluation, Task
 
 TOKENIZER = char_tokenizer()
 VERL = {
@@ -575,3 +576,24 @@ def test_prompts_that_stay_and_come_twice_are_remarked_on(tmp_path):
     (remark,) = twice.remarks
     assert remark.startswith("2 prompts come more than once, 1 of them with different answers; ")
     assert source(path=lines(tmp_path / "q.jsonl", {"prompt": "1=", "answer": 1})).remarks == []
+
+
+def test_prompts_that_are_cut_are_remarked_on_and_an_evaluation_tells_what_it_leaves_out(tmp_path):
+    rows = [{"prompt": text, "answer": 1} for text in ("1=", "1234=", "1234=", "12345=")]
+    path = lines(tmp_path / "p.jsonl", *rows)
+    cut = source(path=path, limit=3, truncate="left", deduplicate=True)
+    (remark,) = cut.remarks
+    assert remark.startswith(
+        "prompts longer than rollout.max_prompt_tokens lose their beginning: 2"
+    )
+    config = configuration({"path": path, "eval_path": path}, limit=5, truncate="drop")
+    assert held_out(config, TOKENIZER, None).told == [
+        "1 prompts left out: longer than rollout.max_prompt_tokens",
+        "1 prompts left out: a repeat of another",
+    ]
+    config = configuration({"path": path, "eval_path": path}, limit=5, truncate="left")
+    evaluation = Evaluation(Task(config, "sums"), held_out(config, TOKENIZER, None), None)
+    assert [line.rpartition(":")[0] for line in evaluation.told()] == [
+        "eval.tasks[sums]: 1 prompts left out",
+        "eval.tasks[sums]: prompts longer than rollout.max_prompt_tokens lose their beginning",
+    ]

@@ -176,6 +176,9 @@ def run(
     """
     config, step = opened.config, opened.checkpoint.step
     records: dict[str, dict[str, Any]] = {}
+    for each in opened.evaluations.values():
+        for line in each.told():
+            note(line)
     with ClosingStack() as stack:
         pools: dict[Extension, VerifierPool] = {}
         for evaluation in opened.evaluations.values():
