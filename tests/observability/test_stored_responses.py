@@ -194,7 +194,8 @@ def test_half_of_a_character_is_shown_as_a_question_mark(tmp_path: Path) -> None
 def test_what_cannot_be_shown_says_why(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", [[]])
     with pytest.raises(
-        DataError, match=r"no sampled responses are stored[\s\S]*run\.rollouts_every"
+        DataError,
+        match=r"no sampled responses are stored[\s\S]*run\.rollouts_every.*tuning samples none",
     ):
         write_rollouts([run], tmp_path / "page.html")
     with pytest.raises(DataError, match="3 runs are given"):

@@ -62,7 +62,8 @@ def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
         raise DataError(
             "no sampled responses are stored",
             where=", ".join(map(str, run_dirs)),
-            fix="run.rollouts_every says how often a run stores some, run.rollouts_kept how many",
+            fix="run.rollouts_every says how often a run stores some, run.rollouts_kept how many;"
+            " supervised fine-tuning samples none",
         )
     page = TEMPLATES.get_template("rollouts.html.jinja").render(
         runs=runs,
