@@ -7,6 +7,7 @@ from this module.
 
 from __future__ import annotations
 
+import json
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -338,7 +339,8 @@ class Config(Section):
                     raise ValueError(
                         f"sglang.{name} is set, but rollouts come from the engine"
                         f" {self.rollout.engine.name!r}, which has no servers: set"
-                        " rollout.engine=sglang, or leave it out"
+                        f" rollout.engine=sglang, or sglang.{name}={json.dumps(default)},"
+                        " the default"
                     )
             if self.eval.urls:
                 raise ValueError(
