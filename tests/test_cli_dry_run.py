@@ -375,4 +375,6 @@ def test_training_on_what_is_evaluated_is_said(capsys: pytest.CaptureFixture[str
         "warning: 1 of 2 problems of eval.tasks[e] are trained on"
     ]
     left_out = "data={source: files, path: p.jsonl, eval_path: e.jsonl, decontaminate: [e.jsonl]}"
-    assert rehearsed(capsys, left_out, "batch.prompts=2", "eval.prompts=2") == []
+    assert rehearsed(capsys, left_out, "batch.prompts=2", "eval.prompts=2") == [
+        "data: 1 prompts left out: a problem of data.decontaminate"
+    ]
