@@ -263,6 +263,23 @@ class Response:
         self._loss_mask.append(torch.full((tokens.numel(),), carries_loss))
 
 
+def unusable_stop(stop: str, tokenizer: Any) -> tuple[str, str] | None:
+    """Returns the reason why `stop` cannot be a stop string, and how to change it. Returns None if
+    the text of a turn reliably shows the token that completes `stop`."""
+    if not stop or not stop[-1].isascii():
+        return (
+            "does not end in an ASCII character",
+            "end it before that character: no single token is certain to complete it",
+        )
+    special = next((token for token in tokenizer.all_special_tokens if token in stop), None)
+    if special is not None:
+        return (
+            f"contains the special token {special!r}, which no turn's text contains",
+            "leave the special token out",
+        )
+    return None
+
+
 def _joined(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Concatenates the tensors in `parts`. If `parts` contains a single tensor, which is the usual
     case, the function returns this tensor itself without a copy."""

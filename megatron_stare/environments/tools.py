@@ -40,6 +40,7 @@ from megatron_stare.environments.environment import (
     Generate,
     Response,
     find_environment,
+    unusable_stop,
 )
 from megatron_stare.environments.sandboxes import (
     DaemonThreads,
@@ -188,6 +189,10 @@ class Tools(Environment):
         further call gets an error as its answer.
     `turn_tokens`: limit on the number of tokens in a turn. If `turn_tokens` is null, a turn can use
         all tokens that remain for the response.
+    `stop`: a stop string or a list of stop strings, such as "</tool_call>". The token that
+        completes a stop string ends the turn and stays in the turn. Before the answers of the
+        turn's calls, the environment adds the token that ends turns in the chat template, which
+        the loss ignores. If the turn contains no call, the response ends.
     `earlier_thinking`: the treatment of the thinking from earlier turns if the chat template omits
         this thinking. If `earlier_thinking` is 'keep', the sampled thinking stays in the context.
         If `earlier_thinking` is 'branch', the environment begins a new branch of the response. The
@@ -208,10 +213,11 @@ class Tools(Environment):
     `memory_mb`: the memory limit of a program in the sandbox, in MiB (2**20 bytes).
 
     Raises:
-        ConfigError: a tool cannot be read, two tools have the same name, the sandbox does not work
-            on this machine, or the chat template is unsuitable. A template is unsuitable if it does
-            not support tools, ends turns with a token at which sampling does not stop, or changes
-            earlier turns in a way that `earlier_thinking` does not allow.
+        ConfigError: a tool cannot be read, two tools have the same name, a stop string is invalid,
+            the sandbox does not work on this machine, or the chat template is unsuitable. A
+            template is unsuitable if it does not support tools, ends turns with a token at which
+            sampling does not stop, or changes earlier turns in a way that `earlier_thinking` does
+            not allow.
     """
 
     def __init__(
@@ -223,6 +229,7 @@ class Tools(Environment):
         max_turns: PositiveInt = 8,
         max_calls: PositiveInt = 16,
         turn_tokens: PositiveInt | None = None,
+        stop: str | list[str] | None = None,
         earlier_thinking: EarlierThinking = "keep",
         call_seconds: Seconds = 10.0,
         seconds: Seconds = 120.0,
@@ -251,6 +258,13 @@ class Tools(Environment):
                 where=config.model.path,
                 fix=f"add {self._format.end} to eos_token_id in generation_config.json",
             )
+        self._stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        for each in self._stops:
+            if found := unusable_stop(each, tokenizer):
+                what, fix = found
+                raise ConfigError(
+                    f"the stop string {each!r} {what}", where=f"{WHERE}.stop", fix=fix
+                )
         self._left_out = None if earlier_thinking == "keep" else self._format.left_out()
         if earlier_thinking == "refuse" and self._left_out is not None:
             raise ConfigError(
@@ -296,9 +310,17 @@ class Tools(Environment):
         for number in itertools.count(1):
             context = response.context
             turn = response.sampled(
-                await generate(context, max_new_tokens=self._turn_tokens, branch=response.branch)
+                await generate(
+                    context,
+                    max_new_tokens=self._turn_tokens,
+                    stop=self._stops,
+                    branch=response.branch,
+                )
             )
-            if turn.finish_reason != "stop" or int(turn.tokens[-1]) != self._format.end:
+            stopped = turn.stop is not None  # and has not written the template's own end
+            if not stopped and (
+                turn.finish_reason != "stop" or int(turn.tokens[-1]) != self._format.end
+            ):
                 break
             calls = read_calls(turn.text)
             if not calls or number == self._max_turns:
@@ -307,6 +329,11 @@ class Tools(Environment):
             tokens, text = self._format.between(
                 [{"role": "tool", "name": "call", "content": each.text} for each in answers]
             )
+            history = None  # of a new branch
+            if self._left_out is not None and self._left_out.changes(turn.text):
+                history = self._format.history(context, turn.text, self._left_out)
+            elif stopped:
+                tokens = [self._format.end, *tokens]
             made += (
                 {
                     "turn": number,
@@ -323,9 +350,6 @@ class Tools(Environment):
                 )
             )
             # no room for the answers and a token of the policy's
-            history = None  # of a new branch
-            if self._left_out is not None and self._left_out.changes(turn.text):
-                history = self._format.history(context, turn.text, self._left_out)
             said = response.length + (len(tokens) if history is None else 0)
             before = len(response.context if history is None else history)
             if said >= limit or before + len(tokens) >= longest:

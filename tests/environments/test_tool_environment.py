@@ -88,12 +88,21 @@ class Script:
         text = self.turns[len(self.contexts)]
         self.contexts.append(list(context))
         self.limits.append(max_new_tokens)
-        ids = [*TOKENIZER(text, add_special_tokens=False).input_ids, self.end]
+        ends = {each: text.index(each) for each in stop if each in text}
+        ended = min(ends, key=ends.__getitem__, default=None)
+        if ended is not None:
+            text = text[: ends[ended] + len(ended)]
+        ids = TOKENIZER(text, add_special_tokens=False).input_ids + [self.end] * (ended is None)
         kept = ids[: max_new_tokens or len(ids)]
         reason: Any = "stop" if kept == ids else "length"
         log_probs = torch.full((len(kept),), -0.5)
         return Turn(
-            torch.tensor(kept, dtype=torch.int32), log_probs, ((7, len(kept)),), reason, text
+            torch.tensor(kept, dtype=torch.int32),
+            log_probs,
+            ((7, len(kept)),),
+            reason,
+            text,
+            stop=ended,
         )
 
     async def call(self, tool: Any, request: Any, *, idempotent: bool = False) -> Any:

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.environments.environment import WHERE, CallFailedError, Tool, Turn
+from megatron_stare.environments.environment import (
+    WHERE,
+    CallFailedError,
+    Tool,
+    Turn,
+    unusable_stop,
+)
 from megatron_stare.errors import DataError, WeightVersionError
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.records.trajectory import NOT_SAMPLED, Branch, Trajectory, VersionRuns
@@ -230,18 +236,11 @@ def _json(value: Any, what: str, where: str) -> str:
 def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, ...]:
     """Raises DataError if a stop string cannot be found reliably in the text of a turn."""
     for stop in stops:
-        special = next((token for token in tokenizer.all_special_tokens if token in stop), None)
-        if not stop or not stop[-1].isascii():
-            what = "does not end in an ASCII character"
-            fix = "end it before that character: no single token is certain to complete it"
-        elif special is not None:
-            what = f"contains the special token {special!r}, which no turn's text contains"
-            fix = "leave the special token out"
-        else:
-            continue
-        raise DataError(
-            f"the stop string {stop!r} {what}", where=f"{WHERE}, prompt {prompt}", fix=fix
-        )
+        if found := unusable_stop(stop, tokenizer):
+            what, fix = found
+            raise DataError(
+                f"the stop string {stop!r} {what}", where=f"{WHERE}, prompt {prompt}", fix=fix
+            )
     return stops
 
 
