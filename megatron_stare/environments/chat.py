@@ -214,7 +214,8 @@ class ChatFormat:
                 where=WHERE,
                 fix="earlier_thinking: keep, or another template",
             )
-        self._require_text(THOUGHT, "the end of the thinking would not be found")
+        if thinking:
+            self._require_text(THOUGHT, "the end of the thinking would not be found")
         return LeftOut(ids[1], thinking)
 
     def history(self, context: Sequence[int], text: str, left_out: LeftOut) -> list[int]:

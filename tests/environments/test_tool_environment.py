@@ -710,6 +710,32 @@ def test_a_template_against_the_policy_is_refused(template: str, policy: str, me
         thinking(template, policy)
 
 
+@pytest.mark.parametrize("policy", ["branch", "refuse"])
+def test_an_end_of_thoughts_that_no_turn_s_text_contains_is_refused(policy: str) -> None:
+    """Only where the end is searched, in turns whose thoughts the template leaves out."""
+    tokenizer = AutoTokenizer.from_pretrained(CHAT)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    assert "</think>" not in tokenizer.decode(
+        tokenizer("a</think>b").input_ids, skip_special_tokens=True
+    )
+    for template, kept in ((FORGETFUL, "keep"), (TOKENIZER.chat_template, policy)):
+        tokenizer.chat_template = template
+        made = config(earlier_thinking=kept)
+        make_environment(made.rollout.environment, made, tokenizer).close()
+    tokenizer.chat_template = FORGETFUL
+    made = config(earlier_thinking=policy)
+    with pytest.raises(ConfigError, match="</think> is a special token") as error:
+        make_environment(made.rollout.environment, made, tokenizer)
+    assert error.value.where == "model.path" and "tokenizer.json" in str(error.value.fix)
+    # an empty thought alone is left out by its place
+    tokenizer.chat_template = TOKENIZER.chat_template.replace(
+        '{{ turn("assistant") }}{%- endif -%}',
+        '{{ turn("assistant") }}<think>\n\n</think>\n\n{%- endif -%}',
+    )
+    made = config(earlier_thinking="branch")
+    make_environment(made.rollout.environment, made, tokenizer).close()
+
+
 def test_search_finds_the_passage_that_fits_best(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("The capital of Elbonia is Mudville.\n\nElbonia has no sea.")
