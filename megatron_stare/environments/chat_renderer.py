@@ -8,7 +8,9 @@ tokens that were sampled in earlier turns, not from a new encoding of their text
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,6 +26,8 @@ from megatron_stare.environments.chat import (
     ChatFormat,
     read_calls,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class ChatRendererConfig(BaseRendererConfig):
@@ -57,6 +61,7 @@ class ChatRenderer:
         self.effective_thinking_retention = "all"  # of turns that are continued
         self._tokenizer = tokenizer
         self._formats: dict[str, ChatFormat] = {}
+        self._known: set[tuple[str, ...]] = set()  # names of tools of earlier conversations
 
     def render(
         self,
@@ -65,14 +70,29 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> RenderedTokens:
-        ids = self._tokenizer.apply_chat_template(
-            [_plain(message) for message in messages],
-            tools=_schemas(tools) or None,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=add_generation_prompt,
-            **self.config.settings,
-        )
+        plain = [_plain(message) for message in messages]
+
+        def rendered(schemas: list[dict[str, Any]]) -> list[int]:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                plain,
+                tools=schemas or None,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.config.settings,
+            )
+            return ids
+
+        schemas = _schemas(tools)
+        ids = rendered(schemas)
+        names = tuple(str(schema["function"]["name"]) for schema in schemas)
+        # a conversation that names the tools itself needs no template that does
+        if names and names not in self._known:
+            self._known.add(names)
+            said = "\n".join(message["content"] for message in plain)
+            untold = tuple(name for name in names if name not in said)
+            if untold and ids == rendered([]):
+                _warn_untold(untold)
         # no boundaries between messages are known: the last message owns all tokens
         return _owned([], ids, messages)
 
@@ -139,6 +159,17 @@ class ChatRenderer:
         if key not in self._formats:
             self._formats[key] = ChatFormat(self._tokenizer, _schemas(tools), self.config.settings)
         return self._formats[key]
+
+
+@functools.cache
+def _warn_untold(names: tuple[str, ...]) -> None:
+    """Warns that the policy does not know its tools. Warns once in a process, which may have many
+    renderers."""
+    _log.warning(
+        "the chat template does not tell the policy about its tools (%s), so the policy will not"
+        " call them; use a template that renders `tools`, such as that of Qwen2.5 or Qwen3",
+        ", ".join(names),
+    )
 
 
 def _owned(
