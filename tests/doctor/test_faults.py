@@ -586,9 +586,24 @@ def test_without_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_whether_programs_of_the_policy_can_be_isolated(monkeypatch: Any) -> None:
+    def named(**settings: Any) -> dict[str, Any]:
+        return {"name": "tools", "tools": ["code_interpreter"], **settings}
+
+    def ran(**settings: Any) -> Config:
+        environment = named(**settings)
+        return Config.model_validate(
+            {"model": {"path": "x"}, "rollout": {"environment": environment}}
+        )
+
     def found(**settings: Any) -> list[tuple[str, str]]:
-        named = {"name": "tools", "tools": ["code_interpreter"], **settings}
-        config = Config.model_validate({"model": {"path": "x"}, "rollout": {"environment": named}})
+        return [(each.level, each.seen) for each in check_sandbox(ran(**settings))]
+
+    def evaluated(*environments: dict[str, Any]) -> list[tuple[str, str]]:
+        tasks = [
+            {"name": f"t{at}", "environment": each, "offline": at > 0}
+            for at, each in enumerate(environments)
+        ]
+        config = Config.model_validate({"model": {"path": "x"}, "eval": {"tasks": tasks}})
         return [(each.level, each.seen) for each in check_sandbox(config)]
 
     monkeypatch.setenv("PATH", "/nowhere")
@@ -597,7 +612,15 @@ def test_whether_programs_of_the_policy_can_be_isolated(monkeypatch: Any) -> Non
     assert found(sandbox="remote", sandbox_url="http://box") == [
         ("ok", "programs run at http://box")
     ]
+    (monty,) = check_sandbox(ran(sandbox="monty"))
+    assert "on the machine that starts the run" in monty.seen + monty.mend
     assert found(tools=["my_tools.py:add"]) == []
     assert found(tools=[{"name": "code_interpreter", "once": True}]) == found()
+    # environments of evaluations alone, each said once
+    at_url = named(sandbox="remote", sandbox_url="http://box")
+    assert evaluated(named(), at_url, named()) == [
+        *found(),
+        ("ok", "programs run at http://box"),
+    ]
     sandboxes.why_not_isolated.cache_clear()
     assert check_sandbox(Config.model_validate({"model": {"path": "x"}})) == []

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_stare.commands.doctor.facts import Facts, FolderSeen
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
@@ -24,28 +25,37 @@ SKEW_S = 1.0  # greater skew breaks leases of shared file systems and the order 
 SLOW_MB_S = 100.0  # at this speed a checkpoint of 460 GB over 32 ranks takes minutes
 # names in `nvidia-smi topo -m` of connections between GPUs that cross a PCIe host bridge
 FAR = ("SYS", "NODE", "PHB")
+_WHERE_PROGRAMS_RUN = "on the machine that starts the run; other nodes run no programs"
 
 
 def check_sandbox(config: Config) -> list[Finding]:
-    """Checks that this machine can isolate the programs that the policy writes. Returns [] if the
-    run does not let the policy write programs."""
+    """Checks that this machine can isolate the programs that the policy writes in training or in an
+    evaluation. Returns [] if the policy cannot write programs. Other nodes of a cluster are not
+    checked, because all environments run in the driver process."""
     from megatron_stare.environments.tools import sandboxed  # needs torch and transformers
+    from megatron_stare.tasks.task import evaluation_tasks, training_task
 
-    settings = None
-    with contextlib.suppress(UserError):  # a run refuses it before anything starts
-        settings = sandboxed(config)
-    if settings is None:
-        return []
+    found: list[Finding] = []
+    for task in (training_task(config), *evaluation_tasks(config, offline=True)):
+        with contextlib.suppress(UserError):  # a run refuses it before anything starts
+            if (settings := sandboxed(task.config)) is not None:
+                found.append(_sandbox(settings))
+    return list(dict.fromkeys(found))
+
+
+def _sandbox(settings: Mapping[str, Any]) -> Finding:
     if url := settings.get("sandbox_url"):
-        return [ok("sandbox", f"programs run at {url}")]
+        return ok("sandbox", f"programs run at {url}")
     if settings.get("sandbox") == "monty":
         if importlib.util.find_spec("pydantic_monty") is None:
-            fix = 'pip install "megatron-stare[tools]"'
-            return [fault("sandbox", "the package pydantic-monty is not installed", fix)]
-        return [ok("sandbox", "programs run in pydantic-monty, which knows a part of Python")]
+            fix = f'pip install "megatron-stare[tools]", {_WHERE_PROGRAMS_RUN}'
+            return fault("sandbox", "the package pydantic-monty is not installed", fix)
+        seen = "programs run in pydantic-monty, which knows a part of Python"
+        return ok("sandbox", f"{seen}, {_WHERE_PROGRAMS_RUN}")
     if why := why_not_isolated():
-        return [fault("sandbox", why, "apt-get install bubblewrap, and allow user namespaces")]
-    return [ok("sandbox", "bubblewrap isolates programs")]
+        fix = f"apt-get install bubblewrap, and allow user namespaces, {_WHERE_PROGRAMS_RUN}"
+        return fault("sandbox", why, fix)
+    return ok("sandbox", f"bubblewrap isolates programs {_WHERE_PROGRAMS_RUN}")
 
 
 def check_limits(facts: Facts) -> list[Finding]:
