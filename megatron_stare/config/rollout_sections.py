@@ -28,6 +28,25 @@ class MixtureFile(Section):
         return self.name or Path(self.path).stem
 
 
+# prompt sources with a short form, NAME:VALUE, each with the setting that VALUE is
+_SHORT_FORMS = {"reasoning_gym": "dataset"}
+
+
+def _spelled_out(source: Any) -> Any:
+    """Replaces a short form, such as 'reasoning_gym:chain_sum', by the prompt source's name and
+    setting."""
+    try:
+        given = Extension.read(source)
+    except ValueError:  # raised again for the field itself
+        return source
+    name, short, value = given.name.partition(":")
+    if not short or (key := _SHORT_FORMS.get(name)) is None:
+        return source
+    if key in given.settings:
+        raise ValueError(f"gives {key} twice, as {value!r} and as {given.settings[key]!r}")
+    return Extension(name, {key: value, **given.settings})
+
+
 class DataConfig(Section):
     """The prompts."""
 
@@ -104,6 +123,8 @@ class DataConfig(Section):
             " `messages`, too"
         ),
     )
+
+    _source = field_validator("source", mode="before")(_spelled_out)
 
     _paths = field_validator("path", "eval_path", "decontaminate")(expand_path)
 
@@ -485,6 +506,8 @@ class EvalTask(Section):
     )
     max_new_tokens: int | None = Field(None, ge=1, description="as rollout.max_new_tokens")
     greedy: bool | None = Field(None, description="as eval.greedy")
+
+    _source = field_validator("source", mode="before")(_spelled_out)
 
     _paths = field_validator("path")(expand_path)
 

@@ -168,3 +168,18 @@ def test_another_question_than_the_prompts_says_what_to_make_equal(gym):
         ValueError, match="one release of reasoning-gym and one value of PYTHONHASHSEED"
     ):
         reasoning_gym.verify("", "", columns={reasoning_gym.COLUMN: made_from})
+
+
+def test_the_short_form_names_the_task_of_reasoning_gym():
+    long = {"name": "reasoning_gym", "dataset": "chain_sum"}
+    tree = {"model": {"path": "."}}
+    one = validate({**tree, "data": {"source": "reasoning_gym:chain_sum"}}, "test")
+    assert one == validate({**tree, "data": {"source": long}}, "test")
+    assert one.data.source.written() == long
+    with_settings = {"name": "reasoning_gym:chain_sum", "settings": {"max_terms": 3}}
+    tasks = [{"name": "sums", "source": with_settings}]
+    (task,) = validate({**tree, "eval": {"tasks": tasks}}, "test").eval.tasks
+    assert task.source is not None and task.source.written() == {**long, **with_settings, **long}
+    twice = {"name": "reasoning_gym:chain_sum", "dataset": "dice"}
+    with pytest.raises(ConfigError, match="gives dataset twice, as 'chain_sum' and as 'dice'"):
+        validate({**tree, "data": {"source": twice}}, "test")
