@@ -1,5 +1,7 @@
 """Measures how many programs a second run in a sandbox: with bubblewrap each in a fresh process and
-namespaces, with monty each in a fresh session of an interpreter.
+namespaces, with monty each in a fresh session of an interpreter. With monty, two further rates are
+those of programs whose session is dumped half-way and restored in a fresh session, by the package
+itself: the environment `tools` keeps no state of monty between programs, and never dumps any.
 
 python benchmarks/sandboxes.py
 python benchmarks/sandboxes.py --sandbox monty      # with pydantic-monty installed
@@ -15,8 +17,10 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 # the package that is measured; the environment may have another's
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -50,6 +54,7 @@ def main() -> None:
         rates[title] = round(arguments.programs / (time.perf_counter() - begun), 1)
     box.close()
     if name == "monty":
+        rates |= restored_sessions(workers, arguments.programs)
         release = f"pydantic-monty {version('pydantic-monty')}"
     else:
         told = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True)
@@ -70,6 +75,45 @@ async def all_of(box: Sandbox, program: str, count: int) -> None:
     """Runs a program so often. Raises AssertionError where one failed."""
     found = await asyncio.gather(*(box.run(program, 10.0) for _ in range(count)))
     assert all("42" in each.output and not each.failed for each in found), found[0]
+
+
+def restored_sessions(workers: int, count: int) -> dict[str, float]:
+    """Returns sessions a second, of which each runs half a program, is dumped to bytes, and is
+    restored in a fresh session that runs the other half. `finished` is dumped between two pieces of
+    code, `paused` in the middle of one, where it awaits the answer of a function of ours. Raises
+    AssertionError where a half is lost."""
+    import pydantic_monty
+
+    limits: Any = {"max_feed_duration_secs": 10.0, "max_memory": 512 << 20}
+
+    def finished(pool: Any) -> None:
+        with pool.checkout(limits=limits) as session:
+            session.feed_run("left = 6 * 7")
+            state = session.dump()
+        with pool.checkout(limits=limits) as session:
+            session.load_session(state)
+            assert session.feed_run("left") == 42
+
+    def paused(pool: Any) -> None:
+        with pool.checkout(limits=limits) as session:
+            state = session.feed_start("left = 6\nleft * asks(left)").dump()
+        with pool.checkout(limits=limits) as session:
+            snapshot = session.load_snapshot(state)
+            assert (snapshot.function_name, snapshot.args) == ("asks", (6,))
+            assert snapshot.resume({"return_value": 7}).output == 42
+
+    rates = {}
+    with (
+        pydantic_monty.Monty(max_processes=workers) as pool,
+        ThreadPoolExecutor(workers) as threads,
+    ):
+        for title, session in (("finished", finished), ("paused", paused)):
+            list(threads.map(session, [pool] * 2 * workers))
+            begun = time.perf_counter()
+            list(threads.map(session, [pool] * count))
+            rate = count / (time.perf_counter() - begun)
+            rates[f"{title}, dumped and restored"] = round(rate, 1)
+    return rates
 
 
 if __name__ == "__main__":
