@@ -200,7 +200,7 @@ def held_before(told: Mapping[str, Any], task: str) -> dict[str, float]:
 
 
 def before_the_change(told: Mapping[str, Any], task: str) -> list[str]:
-    """Returns a sentence if the arm that ended best did not hold the most entropy before the reward
+    """Returns sentences if the arm that ended best did not hold the most entropy before the reward
     changed."""
     held = held_before(told, task)
     best = max(held, key=lambda arm: fmean(values(told, task, arm, "pass@1")))
@@ -208,9 +208,9 @@ def before_the_change(told: Mapping[str, Any], task: str) -> list[str]:
     if held[best] == held[most]:
         return []
     return [
-        "Entropy alone does not decide how far a method recovers. Before the reward changes,"
-        f" {spoken(most)} has the highest entropy, {held[most]:.2f} nats. The method with the best"
-        f" final pass@1, {spoken(best)}, has only {held[best]:.2f} nats before the reward changes."
+        "Entropy alone does not decide how well a policy recovers. Just before the right answers"
+        f" change, entropy is highest with {spoken(most)} ({held[most]:.2f} nats), but final pass@1"
+        f" is highest with {spoken(best)}, whose entropy was only {held[best]:.2f} nats."
     ]
 
 
@@ -275,10 +275,24 @@ def tried(told: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def in_words(name: str) -> str:
+    """Returns a table's name of a method as a sentence says it: STARE O1 (strong weights)."""
+    name, _, kind = name.partition(", ")
+    if kind in ("strong", "adaptive"):
+        kind += " weights"
+    return f"{name} ({kind})" if kind else name
+
+
 def spoken(arm: str) -> str:
-    """Returns an arm's name as a sentence says it: strong STARE O1."""
-    name, _, kind = NAMES[arm].partition(", ")
-    return f"{kind} {name}" if kind else name
+    """Returns an arm's name as a sentence says it: STARE O1 (strong weights)."""
+    return in_words(NAMES[arm])
+
+
+# what is special about a task, as a sentence says it
+TASKS = {
+    "changing": ", in which the right answers change during training",
+    "rare": ", in which the best answers are rarely sampled",
+}
 
 
 def conclusions(told: Mapping[str, Any]) -> list[str]:
@@ -291,13 +305,14 @@ def conclusions(told: Mapping[str, Any]) -> list[str]:
         if found := [arm for arm in of_task if clear[task, arm]]:
             reached = " and ".join(f"{means[arm]:.2f} with {spoken(arm)}" for arm in found)
             lines.append(
-                f"On task `{task}` of the [trained model](#on-a-trained-model), final pass@1 is"
-                f" {reached}, against {means[base]:.2f} with {NAMES[base]}."
+                f"On task `{task}`{TASKS.get(task, '')}, the [trained model](#on-a-trained-model)"
+                f" reaches a final pass@1 of {means[base]:.2f} with {NAMES[base]}, {reached}."
             )
         if found := [arm for arm in of_task if not clear[task, arm]]:
             lines.append(
-                f"On task `{task}` of the trained model, no difference to {NAMES[base]} is proven"
-                f" for {' and '.join(map(spoken, found))}."
+                f"On task `{task}`{TASKS.get(task, '')}, the trained model's pass@1 with"
+                f" {' or '.join(map(spoken, found))} does not differ significantly from that with"
+                f" {NAMES[base]}."
             )
     return lines
 
@@ -322,11 +337,11 @@ def open_questions(told: Mapping[str, Any]) -> list[str]:
             undecided.setdefault(task, []).append(spoken(arm))
     return [
         *(
-            f"On task `{task}` of the trained model, the runs do not show whether"
-            f" {' and '.join(named)} raise pass@1."
+            f"The runs of the trained model do not show whether {' or '.join(named)} raises pass@1"
+            f" on task `{task}`."
             for task, named in undecided.items()
         ),
-        "The greedy accuracy of the trained model was not recorded, although the plan names it.",
+        "The trained model's greedy accuracy is unknown, because the runs did not record it.",
     ]
 
 
@@ -341,8 +356,9 @@ def beyond(told: Mapping[str, Any]) -> list[str]:
         means = [fmean(each) for each in rates.values()]
         if means and max(means) < fmean(values(told, task, base, "pass@1")):
             lines.append(
-                f"The best learning rate of {NAMES[base]} on `{task}` was the lowest in the plan."
-                " Lower learning rates, run later with the same seeds, reached a pass@1 of only"
+                f"On task `{task}`, {NAMES[base]} did best with the lowest of its planned learning"
+                f" rates. Still lower learning rates, tried later for {NAMES[base]} on task"
+                f" `{task}`, reached a pass@1 of only"
                 f" {' and '.join(f'{mean:.2f}' for mean in means)}."
             )
     return lines
@@ -360,22 +376,26 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "## On a trained model",
         "",
         # the plan's question in plainer words
-        "Does STARE raise a tiny model's pass@1 on tasks that a collapsed policy cannot solve?",
+        "Does STARE raise a tiny model's pass@1 on tasks that a policy with collapsed entropy"
+        " cannot solve?",
         "",
         "    python benchmarks/laboratory/trained.py --out"
         " benchmarks/results/laboratory_trained.json",
         "",
-        "`megatron-stare` trained a Qwen2 of 2 layers and width 64 to answer with three digits. In"
-        " task `changing`, the right answers change after half of the steps. In task `rare`, the"
-        " answers that pay most start with a 7, but the starting model seldom samples a 7. Each"
-        f" method had {each} tuning runs per task, and then {seeds} runs with other seeds. Tasks,"
-        " learning rates, comparisons and predictions were committed before the runs"
+        "The trained model is a Qwen2 of 2 layers and width 64 that answers with three digits. In"
+        " task `changing`, the right answers change after half of the training steps. In task"
+        " `rare`, the answers with the highest reward start with a 7, but the starting model seldom"
+        f" samples a 7. On each task, every method had {each} tuning runs, and then {seeds}"
+        " evaluation runs with other seeds. The tasks, learning rates, comparisons and predictions"
+        " for the trained model were committed before the runs"
         " (`benchmarks/laboratory/preregistration.yaml`).",
         "",
         *decided(told),
         "",
-        f"A difference on the trained model counts as proven if p is below {plan['level']} and the"
-        f" mean is at least {plan['least']} from 0.",
+        "On the trained model, a difference between two methods' pass@1 counts as significant if"
+        f" the p value of a sign-flip test is below {plan['level']} and the mean difference is at"
+        f" least {plan['least']}. The p values of the trained model's differences are"
+        " corrected by Holm's method.",
         "",
         "![Reward and entropy by step](pictures/laboratory/trained.svg)",
         "",
@@ -383,7 +403,8 @@ def section(told: Mapping[str, Any]) -> list[str]:
     for task in plan["tasks"]:
         if plan["tasks"][task].get("changes_after"):
             lines += [
-                f"Results on task `{task}` are means over seeds, with 95 % intervals in brackets:",
+                f"The next table shows the trained model's results on task `{task}`, as means over"
+                " seeds with 95 % intervals:",
                 "",
                 *arms(told, task),
                 "",
@@ -394,7 +415,7 @@ def section(told: Mapping[str, Any]) -> list[str]:
         *lines,
         *beyond(told),
         "",
-        f"The maps gave {sum(counted.values())} predictions for the trained model:"
+        f"Of {sum(counted.values())} predictions made from toy worlds for the trained model,"
         f" {counted['right']} proved right, {counted['wrong']} proved wrong, and"
         f" {counted['undecided']} remain undecided.",
         "",
@@ -429,7 +450,7 @@ def details(told: Mapping[str, Any]) -> list[str]:
     lines += afterwards(told) or at_the_edge(told)
     return [
         *lines,
-        "The next table compares predictions from the maps with the runs. The entries say how"
+        "The next table compares predictions from toy worlds with the runs. The entries say how"
         " pass@1 differs from GRPO's. *Same* means that the difference's 95 % interval lies within"
         f" {plan['least']} of 0. *Higher* and *lower* mean that the interval does not contain 0 and"
         f" that the mean is at least {plan['least']} from 0. In all other cases, and if all"

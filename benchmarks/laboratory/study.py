@@ -1,4 +1,5 @@
-"""Writes docs/study.md, its pictures and further tables from the laboratory's maps.
+"""Writes docs/study.md, its pictures and further tables from the laboratory's maps. The page calls
+a map a grid of experiments, and a map's cells experiments.
 
     python benchmarks/laboratory/study.py            # from benchmarks/results/laboratory
     python benchmarks/laboratory/study.py --check    # says which files would change
@@ -34,10 +35,10 @@ NAMES = {
     "twenty_entropy": "20-Entropy",
     "stare_o1": "STARE O1",
     "stare_c2": "STARE C2",
-    "stare_o1_strong": "O1, strong",
-    "stare_c2_strong": "C2, strong",
-    "stare_adaptive": "C2, adaptive",
-    "stare_critical": "by critical surprisal",
+    "stare_o1_strong": "STARE O1, strong",
+    "stare_c2_strong": "STARE C2, strong",
+    "stare_adaptive": "STARE C2, adaptive",
+    "stare_critical": "STARE C2, critical surprisal",
     "bonus": "entropy bonus",
     "dg": "DG",
     "clip_b": "Clip_B",
@@ -47,17 +48,17 @@ NAMES = {
     "steer": "STEER",
     "whole_batch": "whole batch",
     "micro_batches": "micro-batches",
-    "share_0.1": "O1, share 0.1",
-    "share_0.3": "O1, share 0.3",
-    "critical": "O1, by critical surprisal",
-    "c2_share_0.3": "C2, share 0.3, M 0.1",
-    "c2_critical": "C2, by critical surprisal, M 0.1",
+    "share_0.1": "STARE O1, P = 0.1",
+    "share_0.3": "STARE O1, P = 0.3",
+    "critical": "STARE O1, critical surprisal",
+    "c2_share_0.3": "STARE C2, P = 0.3, M = 0.1",
+    "c2_critical": "STARE C2, critical surprisal, M = 0.1",
 }
 WORDS = {
     "lr": "learning rate",
     "group": "responses a prompt",
     "share": "share of right responses",
-    "target": "target, nats",
+    "target": "entropy target, nats",
     "amplify": "W",
     "attenuate": "M",
     "micro_batches": "micro-batches",
@@ -109,79 +110,92 @@ OPENING = """\
 <!-- made by benchmarks/laboratory/study.py -->
 
 As a policy's entropy falls, the responses to a prompt become alike, and GRPO learns nothing from
-responses with equal rewards. This page compares GRPO with methods that hold the entropy up:
-{methods} methods in toy worlds, and {arms} methods on a tiny trained model. **No large model was
-trained.**
+responses with equal rewards. This page compares GRPO with methods that keep the policy's entropy
+high: {methods} methods in simulated toy worlds, and {arms} methods on a tiny trained model. **No
+large model was trained.**
 
-## What holds
+## Results
 
-A [map](#how-it-was-measured) is a set of trainings in toy worlds. The table lists a method if its
-pass@1 is proven higher than GRPO's, or proven lower, in at least half of a map's trainings. The
-number behind a method is the mean difference in pass@1. The table leaves out methods whose mean
-difference is below {least}. The [list of methods](#methods) explains the methods' names.
+Each row of the first table sums up one [grid of experiments](#how-it-was-measured) in toy worlds.
+The first table names a method if its pass@1 is significantly higher than GRPO's, or significantly
+lower, in at least half of a grid's experiments. The number behind a method's name is the mean
+difference between the method's pass@1 and GRPO's. The first table leaves out methods whose pass@1
+differs from GRPO's by less than {least} on average. The [list of methods](#methods) explains the
+methods' names.
 """
 CHOOSING = """\
 ## How to choose
 """
 TARGETS = """\
-The next table compares methods by figures other than pass@1. A method's count is the number of
-trainings with a proven better figure, minus those with a proven worse figure. The table names the
-methods with the highest count per training. Numbers in brackets are mean differences from GRPO.
+The next table ranks methods by two measures other than pass@1. A method's score counts the
+experiments in which it is significantly better than GRPO, and subtracts those in which it is
+significantly worse. The table of scores names only the methods with the highest score per
+experiment. Numbers in brackets are mean differences from GRPO.
 """
 SETTINGS = """\
-The next table shows pass@1 and final entropy for each value of a STARE setting, as means over the
-map's other setting. [STARE](algorithms/stare.md) defines W, M and P. P is 0.3 unless
-P varies. Use only the direction in which a setting helps, not its best value, because
-the target in nats depends on the model. `megatron-stare suggest` suggests a target from a run's
-first steps ([tuning](tuning.md)).
+The next table shows pass@1 and final entropy for each value of a STARE setting, as means over
+experiments. [STARE](algorithms/stare.md) defines the weights W and M and the share P of rare
+tokens. The table of STARE settings uses P = 0.3, except in the row that varies P. The table shows
+whether a larger value of a STARE setting helps, but the best values, such as a target in nats, do
+not carry over to other models. The command `megatron-stare suggest` suggests an entropy target from
+a run's first steps ([tuning](tuning.md)).
 """
 UNKNOWN = """\
 ## How sure this is
 
-In the maps, a difference counts as proven if it is more than {errors:.0f} standard errors from 0.
-The maps make {comparisons:,} comparisons of pass@1. The limit of {errors:.0f} standard errors is
-not corrected for the number of comparisons. All cells of a map use the same seeds, so the cells are
-not independent.
+In the toy worlds, a difference counts as significant if it is more than {errors:.0f} standard
+errors from 0, without a correction for the {comparisons:,} comparisons of pass@1. All experiments
+of a grid use the same random seeds, so the experiments' results are not independent.
 
 These questions are open:
 
-- A toy world cannot show what a large model does. In a toy world, states share no features, a
-  response has at most three token choices, and the learning rate does not adapt.
-- OPEFO, GEPO and GRPODropout are not in the maps, because their formulas are inferred.
+- Toy worlds cannot show how a large model behaves, because their states share no features, their
+  responses have at most three tokens, and their learning rate does not adapt.
+- The methods OPEFO, GEPO and GRPODropout were not compared, because this project had to infer their
+  formulas.
 """
 MEASURED = """\
 ## How it was measured
 
-**Worlds.** A toy world has 8 prompts, or 16 prompts in `hard_prompts`. Each prompt is the root of a
-tree of token choices. A response consists of three choices, or of one choice in `hard_prompts`. The
-policy stores separate logits for every state of the tree. All responses can be enumerated, so
+**Toy worlds.** A toy world has 8 prompts (16 in the grid of experiments `hard_prompts`). Each
+prompt of a toy world is the root of a tree, and each token of a response chooses a branch. A
+response in a toy world has three tokens (one in `hard_prompts`). The policy of a toy world has
+separate logits for every node of the tree. All responses of a toy world can be enumerated, so
 entropy, expected reward and pass@k are exact.
 
-**Coupling.** Training replaces a share of each prompt's gradient by the mean gradient of all
-prompts. A sample for one prompt therefore also changes the policy on other prompts, as in a
-network. The replaced share is called the coupling. The coupling is 0.5 unless a map varies it, and
-0.9 in `clip_updates`.
+**Coupling.** When a network trains on one prompt, its answers to other prompts change too. To
+imitate a network, training in a toy world replaces a share of each prompt's gradient by the mean
+gradient of all prompts. The share of a prompt's gradient that training replaces by
+the mean gradient is called the coupling. The coupling is 0.5 in most grids of experiments, 0.9 in
+`clip_updates`, and varies in `coupling` and `hard_prompts`.
 
-**Maps.** A map varies two settings. In each cell of a map, all methods train in the same {seeds}
-random worlds with the same random numbers. If both compared methods ignore a setting of the map,
-several cells repeat the same training. The tables count a repeated training once.
+**Grids of experiments.** A grid of experiments varies two settings, for example the learning rate
+and the entropy target, with one experiment for each combination of values. In each experiment, all
+methods train in the same {seeds} random worlds with the same random numbers. If two compared
+methods ignore one of a grid's two settings, several experiments repeat the same training and count
+as one experiment.
 
 The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
 compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best
-method of every cell, the counts for pass@64, and further tables of the trained model.
+method of every experiment, the counts for pass@64, and further tables of the trained model.
 
-    python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # maps, resumable
+    python benchmarks/laboratory/run.py --out benchmarks/results/laboratory    # grids, resumable
     python benchmarks/laboratory/study.py                                      # this page
 
 ## Methods
 
-- *Strong* and *adaptive* methods are variants of STARE with a share P of 0.3. Strong O1 has W = 3.
-  Strong C2 has W = 2 and M = 0.2. Adaptive C2 starts with W = 2 and M = 0.2. Adaptive C2 keeps W
-  between 1 and 3, and M between 0.05 and 1.
-- *By critical surprisal* is an experimental variant of STARE C2 that is not part of this project.
-  The variant *by critical surprisal* has W = 2 and M = 0.2. Rare tokens are all tokens above the
-  critical surprisal of their state.
-- DAPO's clip never acts if each batch has one update, as in all maps except `clip_updates`.
+- STARE O1 and STARE C2 are variants of [STARE](algorithms/stare.md). Unless a
+  table varies W and M, plain STARE O1 and plain STARE C2 have the weights of the paper's recipes,
+  W = 1.1 and M = 0.9.
+- STARE O1 with strong weights has W = 3 and P = 0.3. STARE C2 with strong weights has W = 2,
+  M = 0.2 and P = 0.3.
+- STARE C2 with adaptive weights starts with W = 2, M = 0.2 and P = 0.3, and then keeps W between 1
+  and 3, and M between 0.05 and 1.
+- STARE C2 with critical surprisal is an experimental variant that is not part of this project. With
+  critical surprisal, a token is rare if its surprisal is above the critical surprisal of its state.
+  STARE C2 with critical surprisal has the weights W = 2 and M = 0.2.
+- DAPO's higher clip limit has no effect if each batch has only one update. Only the grid of
+  experiments `clip_updates` has several updates per batch.
 - 20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
   20-Entropy therefore changes the policy about five times as much for each kept token as other
   methods do.
@@ -189,57 +203,60 @@ method of every cell, the counts for pass@64, and further tables of the trained 
   other methods do.
 - Clip_V removes up to one token per step from the loss. One token is a far larger share of a batch
   in a toy world than in a large run.
-- The rule for zeta in REPO-R is inferred, so the results of REPO-R judge the inferred rule.
+- This project had to infer REPO-R's rule for its coefficient zeta, so the results of REPO-R judge
+  the inferred rule.
 
 ## Methods by world
 
-Each cell starts with the mean difference in pass@1 to GRPO. A cell's second and third
-number count the trainings with proven higher and with proven lower pass@1. For example, `+0.016,
-8/0 of 15` means that pass@1 is 0.016 higher on average, is proven higher in 8 of 15 trainings, and
-is proven lower in none.
+Each cell of the next table starts with the mean difference between a method's pass@1 and GRPO's.
+The second number of a cell counts the experiments in which the method's pass@1 is significantly
+higher than GRPO's, and the third number counts those in which it is significantly lower. For
+example, `+0.016, 8/0 of 15` means that a method's pass@1 is 0.016 higher on average, significantly
+higher in 8 of 15 experiments, and significantly lower in none.
 """
 OTHERS = """\
-The next table has the maps that compare fewer methods.
+The next table shows the grids of experiments that compare only a few methods.
 """
 MAPS = """\
-## The maps
+## The grids of experiments
 
-Each picture has one panel per method. Each panel shows the method's difference to the map's first
-method, which is GRPO except in `share_scope`. A dot marks a difference that is not proven.
+Each panel of a picture compares one method with GRPO. The picture of `share_scope` compares
+selecting rare tokens in each micro-batch with selecting them in the whole batch. A dot in a picture
+marks a difference that is not significant.
 """
 DETAILS = """\
 # Tables of the laboratory
 
 <!-- made by benchmarks/laboratory/study.py -->
 
-`docs/study.md` has the question, the conclusions and the pictures. Two processes computed the maps
-in {minutes:.0f} minutes.
+`docs/study.md` has the question, the conclusions and the pictures. Two processes computed the grids
+of experiments in {minutes:.0f} minutes.
 
-## Where methods differ from the first of each map
+## Where methods differ from the first of each grid
 
-Each map compares its methods with its first method. Cells of a map repeat a training if both
-compared methods ignore a setting, for example the target. The table counts a repeated training
-once.
+Each grid of experiments compares its methods with its first method. Experiments of a grid repeat a
+training if both compared methods ignore a setting, for example the target. The table counts a
+repeated training once.
 """
 ANSWERS = """\
-## Which method answers each map's question best
+## Which method answers each grid's question best
 
-The table compares each method with the map's first method, training by training. The comparison
-uses the number that answers the map's question. The table names the methods with the most wins per
-training, after subtracting losses. Numbers in brackets are mean differences from the first method.
-For the distance from the target, each target counts as a separate training.
+The table compares each method with the grid's first method, experiment by experiment. The
+comparison uses the number that answers the grid's question. The table names the methods with the
+most wins per experiment, after subtracting losses. Numbers in brackets are mean differences from
+the first method. For the distance from the target, each target counts as a separate experiment.
 """
 BEST = """\
 ## The best method of each cell
 
 Each cell of a table names the method with the best mean pass@1, and the method's mean pass@1. The
-number in brackets is the mean pass@1 of the map's first method: GRPO, or the whole batch's quantile
-in `share_scope`. The table of `bands` has the mean relative distance from the target in place of
-pass@1.
+number in brackets is the mean pass@1 of the grid's first method: GRPO, or the whole batch's
+quantile in `share_scope`. The table of `bands` has the mean relative distance from the target in
+place of pass@1.
 """
 # the maps that compare all methods, and when a user is in each
 WORLDS = {
-    "changing_reward": "the reward changes during the training",
+    "changing_reward": "the reward changes during training",
     "rare_strategy": "a rarely sampled strategy pays more",
     "hard_prompts": "some prompts need an unusual answer",
     "bands": "the reward is fixed; learning rate and entropy target vary",
@@ -372,7 +389,7 @@ def picture(name: str, told: Mapping[str, Any]) -> str:
 
 def table(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a table: for every map and method the trainings in which it is higher and lower."""
-    lines = ["| map | method | pass@1 higher, lower | pass@64 higher, lower | of trainings |"]
+    lines = ["| grid | method | pass@1 higher, lower | pass@64 higher, lower | of experiments |"]
     lines += ["|---|---|---|---|---|"]
     for name, told in maps.items():
         if "pass@1" not in next(iter(next(iter(told["cells"].values())).values()))["figures"]:
@@ -426,14 +443,20 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
             lower.append(f"a larger {word(name, axis).partition(',')[0]}")
     if lower:
         said = " or ".join(filter(None, (", ".join(lower[:-1]), lower[-1])))
-        lines += ["", f"With {said}, pass@1 is higher and final entropy is lower."]
+        lines += [
+            "",
+            *wrapped(
+                f"In the toy worlds, STARE with {said} reaches a higher pass@1, and ends with lower"
+                " entropy."
+            ),
+        ]
     return lines
 
 
 def answers(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a table: for each map's question the methods that are better most often."""
     lines = [
-        "| if this decides | by | methods better most often: trainings (mean difference) |",
+        "| question | measure | methods with the highest score (mean difference) |",
         "|---|---|---|",
     ]
     for name, told in maps.items():
@@ -511,7 +534,7 @@ def everywhere(maps: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, 
 def signed(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a table: for each of these maps the methods that are higher, and those that are
     lower, in at least half of the trainings and by at least `LEAST` on average."""
-    lines = ["| if | higher pass@1 | lower pass@1 |", "|---|---|---|"]
+    lines = ["| toy worlds (grid) | higher pass@1 | lower pass@1 |", "|---|---|---|"]
     for name, told in everywhere(maps).items():
         found: dict[int, list[tuple[float, str]]] = {1: [], -1: []}
         for method in methods(told)[1:]:
@@ -529,16 +552,14 @@ def signed(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def spoken(method: str) -> str:
-    """Returns a method's name as a sentence says it: strong O1."""
-    name, _, kind = NAMES[method].partition(", ")
-    if method == "bonus":
-        return "the entropy bonus"
-    return f"{kind} {name}" if kind else NAMES[method]
+    """Returns a method's name as a sentence says it: STARE O1 (strong weights)."""
+    return "the entropy bonus" if method == "bonus" else outcome.in_words(NAMES[method])
 
 
 def entropy_alone(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns sentences on the methods that end with more entropy and a lower pass@1 than GRPO in
-    both maps with a fixed reward, and on strong O1 if it ends with less and a higher pass@1."""
+    both maps with a fixed reward, and on STARE O1 with strong weights if it ends with less entropy
+    and a higher pass@1."""
     fixed = [maps[name] for name in ("bands", "coupling")]
     more, less = {}, []
     for method in methods(fixed[0])[1:]:
@@ -552,15 +573,15 @@ def entropy_alone(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if more:
         named = " and ".join(spoken(each) for each in more)
         said.append(
-            f"More entropy alone does not raise pass@1. In `bands` and `coupling`, {named} end with"
-            f" at least {min(more.values()):.2f} nats more entropy than GRPO, and with a lower"
-            " pass@1."
+            f"More entropy alone does not raise pass@1. In toy worlds with a fixed reward, {named}"
+            f" end with at least {min(more.values()):.2f} nats more entropy than GRPO, but with a"
+            " lower pass@1."
         )
     if less:
+        low, high = sorted(-each for each in less)
         said.append(
-            "With a fixed reward, strong O1 raises pass@1 without more entropy. In `bands`, strong"
-            f" O1 ends with {-less[0]:.3f} nats less entropy than GRPO, and in `coupling` with"
-            f" {-less[1]:.3f} nats less."
+            f"In toy worlds with a fixed reward, {spoken('stare_o1_strong')} ends with a higher"
+            f" pass@1 than GRPO, but with {low:.3f} to {high:.3f} nats less entropy."
         )
     return said
 
@@ -574,17 +595,18 @@ def safe(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         # maps share some trainings
         distinct = {key: one for told in shown for key, one in trainings(told, method).items()}
         found = [verdict(each) for each in distinct.values()]
-        low = f"{found.count(-1)} prove" if found.count(-1) else "none proves"
+        lower = found.count(-1) or "none"
         lines.append(
             ("" if found.count(-1) else f"A cautious choice is {spoken(method)}. ")
-            + f"Of {len(found)} trainings in {len(shown)} maps, {found.count(1)} prove a higher"
-            f" pass@1 with {spoken(method)}, and {low} a lower pass@1."
+            + f"In the toy worlds, {spoken(method)} has a significantly higher pass@1 than GRPO in"
+            f" {found.count(1)} of {len(found)} experiments, and a significantly lower pass@1 in"
+            f" {lower}."
         )
     gains = {each: mean_over_first(maps["changing_reward"], each, "pass@1") for each in pair}
     most, least = sorted(pair, key=lambda each: -gains[each])
     lines.append(
-        f"If the reward changes during the training, {spoken(most)} gains more ({gains[most]:+.3f})"
-        f" than {spoken(least)} ({gains[least]:+.3f})."
+        f"In toy worlds in which {WORLDS['changing_reward']}, {spoken(most)} raises pass@1 by"
+        f" {gains[most]:.3f} over GRPO, and {spoken(least)} by {gains[least]:.3f}."
     )
     return lines
 
@@ -597,8 +619,9 @@ def gentle(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for method in ("stare_o1", "stare_c2")
     )
     return [
-        "STARE's weights in the paper's recipes (W = 1.1, M = 0.9) change little: in each map of"
-        f" the table, the mean pass@1 of O1 and C2 differs from GRPO's by at most {most:.3f}."
+        "With the weights of the paper's recipes (W = 1.1, M = 0.9), STARE hardly changes pass@1 in"
+        f" the toy worlds: the mean difference from GRPO is at most {most:.3f} in each of"
+        f" {len(everywhere(maps))} grids of experiments."
     ]
 
 
@@ -615,8 +638,10 @@ def many(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         sums[figure] = [sum(column) for column in zip(*each, strict=True)]
     (one, less, of), (far, fewer, _) = sums["pass@1"], sums["pass@64"]
     return [
-        f"In {of} comparisons with GRPO, pass@1 is proven higher in {one} and lower in {less}."
-        f" Pass@64 is proven higher in {far} comparisons and lower in {fewer}."
+        f"Of {of} comparisons of a method with GRPO in toy worlds, {one} show a significantly"
+        f" higher pass@1 than GRPO's, and {less} a significantly lower one. Of the same {of}"
+        f" comparisons with GRPO, {far} show a significantly higher pass@64 than GRPO's, and"
+        f" {fewer} a significantly lower one."
     ]
 
 
@@ -632,15 +657,16 @@ def fall(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     said = []
     if never:
         said.append(
-            "The map `critical_weight` measures one small update of a toy policy. In"
-            f" `critical_weight`, entropy falls at every weight W up to {largest:g} with these"
-            f" methods: {'; '.join(never)}."
+            "In the grid of experiments `critical_weight`, a small update of a toy policy lowers"
+            f" the policy's entropy at every tested weight W (up to {largest:g}) with these"
+            f" variants of STARE: {'; '.join(name.removeprefix('STARE ') for name in never)}."
         )
     for name, found in at.items():
         if "none" not in found:
             said.append(
-                f"In `critical_weight`, entropy stops falling at W = {min(found, key=float)} to"
-                f" {max(found, key=float)} with one method: {name}."
+                f"With {name}, a small update no longer lowers a toy policy's entropy if the"
+                f" weight W exceeds a limit between {min(found, key=float)} and"
+                f" {max(found, key=float)}."
             )
     return said
 
@@ -663,7 +689,7 @@ def matrix(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def rest(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a table of the maps that compare some methods only."""
     lines = [
-        "| map | method | compared with | pass@1: mean difference, higher/lower of trainings |",
+        "| grid | method | compared with | pass@1: mean difference, higher/lower of experiments |",
         "|---|---|---|---|",
     ]
     for name, told in maps.items():
@@ -765,7 +791,7 @@ def page(maps: Mapping[str, Mapping[str, Any]]) -> str:
         lines += [
             f"### {told['question']} (`{name}`)",
             "",
-            f"![Map {name}](pictures/laboratory/{name}.svg)",
+            f"![Grid {name}](pictures/laboratory/{name}.svg)",
             "",
         ]
     return "\n".join([*lines, "<!-- to here: study -->", ""])
