@@ -109,13 +109,15 @@ ROWS = (
 CLAIMED = 0.3  # of the published time
 SOURCE = (
     "The published times are from NeMo-RL 0.5's docs/about/performance-summary.md, for H100 and"
-    " bfloat16"
+    " bfloat16. The predicted times use assumed rates, not calibrated ones. The prompt lengths of"
+    " the published runs are derived from the published tokens/s"
 )
 
 PARTS = (
-    f"Each step trains on {SEQUENCES} sequences, with a forward pass of the policy, a forward pass"
-    " of the reference policy, and an update. The update costs as much as 3 forward passes, or 4 if"
-    " it recomputes all activations. The last five columns are predicted seconds."
+    f"Each step of the published runs trains on {SEQUENCES} sequences, with a forward pass of the"
+    " policy, a forward pass of the reference policy, and an update. The update costs as much as 3"
+    " forward passes, or 4 if it recomputes all activations. The last five columns of the next"
+    " table are predicted seconds per step."
 )
 HEAD = (
     "| | trainer GPUs | prompt + response tokens | TFLOP of a sequence's forward pass |"
@@ -124,7 +126,8 @@ HEAD = (
 )
 AHEAD = (
     "The predicted time of a step is the sum of its phases' seconds. If rollouts run one step"
-    " ahead, the sum includes only the longer of rollout and training (log-probs and update)."
+    " ahead of training, the sum counts only the slower of the two: either the rollout, or"
+    " log-probs and update."
 )
 
 
@@ -198,8 +201,8 @@ def _cause(row: Published, step: Step) -> list[str]:
     return [
         "",
         f'The prediction for "{row.name}" is off by more than {CLAIMED:.0%}. NVIDIA did not publish'
-        " whether its run recomputed activations; NVIDIA's current recipe recomputes them. Without"
-        f" recomputation, the predicted step takes {kept.seconds:.1f} s"
+        " whether its run recomputed activations, but NVIDIA's current recipe recomputes them. If"
+        f" the run did not recompute activations, its predicted step takes {kept.seconds:.1f} s"
         f" ({_off(row.seconds, kept.seconds)} from the published time).",
     ]
 
