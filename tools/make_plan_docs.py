@@ -202,8 +202,8 @@ def _cause(row: Published, step: Step) -> list[str]:
         "",
         f'The prediction for "{row.name}" is off by more than {CLAIMED:.0%}. NVIDIA did not publish'
         " whether its run recomputed activations, but NVIDIA's current recipe recomputes them. If"
-        f" the run did not recompute activations, its predicted step takes {kept.seconds:.1f} s"
-        f" ({_off(row.seconds, kept.seconds)} from the published time).",
+        f" NVIDIA's run did not recompute activations, its predicted step takes"
+        f" {kept.seconds:.1f} s ({_off(row.seconds, kept.seconds)} from the published time).",
     ]
 
 

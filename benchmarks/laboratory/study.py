@@ -135,8 +135,8 @@ experiment. Numbers in brackets are mean differences from GRPO.
 SETTINGS = """\
 The next table shows pass@1 and final entropy for each value of a STARE setting, as means over
 experiments. [STARE](algorithms/stare.md) defines the weights W and M and the share P of rare
-tokens. The table of STARE settings uses P = 0.3, except in the row that varies P. The table shows
-whether a larger value of a STARE setting helps, but the best values, such as a target in nats, do
+tokens. The table of STARE settings uses P = 0.3, except in the row that varies P. The table of
+STARE settings shows whether a larger value helps, but its best values, such as a target in nats, do
 not carry over to other models. The command `megatron-stare suggest` suggests an entropy target from
 a run's first steps ([tuning](tuning.md)).
 """
