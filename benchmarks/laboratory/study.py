@@ -130,14 +130,14 @@ TARGETS = """\
 The next table ranks methods by two measures other than pass@1. A method's score counts the
 experiments in which it is significantly better than GRPO, and subtracts those in which it is
 significantly worse. The table of scores names only the methods with the highest score per
-experiment. Numbers in brackets are mean differences from GRPO.
+experiment.
 """
 SETTINGS = """\
 The next table shows pass@1 and final entropy for each value of a STARE setting, as means over
 experiments. [STARE](algorithms/stare.md) defines the weights W and M and the share P of rare
 tokens. The table of STARE settings uses P = 0.3, except in the row that varies P. The table of
 STARE settings shows whether a larger value helps, but its best values, such as a target in nats, do
-not carry over to other models. The command `megatron-stare suggest` suggests an entropy target from
+not carry over to other models. `megatron-stare suggest` suggests an entropy target from
 a run's first steps ([tuning](tuning.md)).
 """
 UNKNOWN = """\
@@ -456,7 +456,7 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def answers(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a table: for each map's question the methods that are better most often."""
     lines = [
-        "| question | measure | methods with the highest score (mean difference) |",
+        "| question | measure | methods with the highest score (mean difference from GRPO) |",
         "|---|---|---|",
     ]
     for name, told in maps.items():
@@ -573,15 +573,15 @@ def entropy_alone(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if more:
         named = " and ".join(spoken(each) for each in more)
         said.append(
-            f"More entropy alone does not raise pass@1. In toy worlds with a fixed reward, {named}"
-            f" end with at least {min(more.values()):.2f} nats more entropy than GRPO, but with a"
-            " lower pass@1."
+            "More entropy alone does not raise pass@1. In the grids of experiments `bands` and"
+            f" `coupling`, in which the reward is fixed, {named} end with at least"
+            f" {min(more.values()):.2f} nats more entropy than GRPO, but with a lower pass@1."
         )
     if less:
         low, high = sorted(-each for each in less)
         said.append(
-            f"In toy worlds with a fixed reward, {spoken('stare_o1_strong')} ends with a higher"
-            f" pass@1 than GRPO, but with {low:.3f} to {high:.3f} nats less entropy."
+            f"In the grids of experiments `bands` and `coupling`, {spoken('stare_o1_strong')} ends"
+            f" with a higher pass@1 than GRPO, but with {low:.3f} to {high:.3f} nats less entropy."
         )
     return said
 
