@@ -22,7 +22,6 @@ _CHOICE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\([A-Z]\)\s*\}|^\(
 _LABEL = re.compile(r"^\\(?:text|textbf|mathrm)\s*\{[^{}]*:\s*\}")
 _EXPONENT = re.compile(r"(?<![\w.\\])([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d+)(?!\w)")
 _COUNTED = re.compile(r"([+-]?[\d.,]+)\s+([A-Za-z][A-Za-z ]*)")
-_NAMED = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?\s*=(?!=)\s*")
 _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(?:\\text\s*\{)?(\w+)\}{0,2}")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z ]*")
@@ -44,7 +43,6 @@ _OR = re.compile(r"\\text\{or\}|\\(?:lor|vee)|\\cup")
 _HEDGE = re.compile(
     r"\\text\s*\{[^{}]*\b(?:or|and|not|maybe|perhaps|about|roughly|than|least|most)\b[^{}]*\}"
 )
-_PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def bare(text: str) -> str:
@@ -67,13 +65,6 @@ def bare(text: str) -> str:
     if found := _COUNTED.fullmatch(text):
         text = rf"{found[1]}\text{{ {found[2]}}}"
     return re.sub(r"(?<=[0-9A-Fa-f])_\{?10\}?$", "", text)
-
-
-def without_name(text: str) -> str:
-    """Removes the name from an answer of the form 'x = ...' or 'f(x) = ...', and returns the right
-    side. Returns any other text unchanged."""
-    found = _NAMED.match(text)
-    return text[found.end() :] if found and text.count("=") == 1 else text
 
 
 def without_fonts(text: str) -> str:
@@ -207,31 +198,3 @@ def alike(wanted: str, given: str) -> bool:
     subscripts are ignored."""
     first, second = (re.sub(r"_\{(\w+)\}", r"_\1", plain(text)) for text in (wanted, given))
     return first == second
-
-
-def ends_in_a_name(text: str) -> bool:
-    """Returns True if an answer ends in a letter that follows neither another letter nor a
-    backslash. Such a letter is a variable, not a unit. For example, the t in 'cos 2t' does not mean
-    tonne."""
-    return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
-
-
-def of_another_kind(wanted: str, given: str) -> bool:
-    r"""Returns True if one answer is a set \{...\} and the other answer is an interval or a tuple.
-    math-verify would treat the two answers as equal."""
-    kinds = {_outer_bracket(plain(wanted)), _outer_bracket(plain(given))}
-    return "{" in kinds and bool(kinds & {"(", "["})
-
-
-def _outer_bracket(text: str) -> str:
-    """Returns the opening bracket if one pair of brackets encloses the whole text. Returns '' for
-    any other text, such as (1)(2)."""
-    text = text.replace("\\{", "{").replace("\\}", "}")
-    if not text or text[0] not in _PAIRS or text[-1] not in ")]}":
-        return ""
-    depth = 0
-    for at, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and at < len(text) - 1:
-            return ""
-    return text[0]
