@@ -32,7 +32,6 @@ from megatron_stare.rollout.engines.engine import Engine, GenerateResult
 from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.rollout.engines.replicas import resolve_engine
 
-UNCHANGED = "unchanged"
 CAUSES = ("gate", "correction", "staleness", "layout", "engine")
 
 
