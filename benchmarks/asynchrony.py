@@ -209,7 +209,6 @@ class Playing(FakeServer):
         self._args, self._sync_s = args, sync_s
         self._paused = False
         self._active: dict[str, tuple[int, list[tuple[str, int]], asyncio.Future[None]]] = {}
-        self._number = 0
         self.busy_s = 0.0
 
     def _info(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -194,9 +194,7 @@ def faults(
     return found
 
 
-def stretches(
-    samples: Sequence[Sample], events: Sequence[Mapping[str, Any]], settled: int
-) -> list[list[Sample]]:
+def stretches(events: Sequence[Mapping[str, Any]], settled: int) -> list[list[Sample]]:
     """Samples after LEVEL_AFTER, those between two faults or starts by hand together, without so
     many steps after one."""
     found: list[list[Sample]] = [[]]
@@ -224,7 +222,7 @@ def growth(
         "levels": [],
     }
     for settled, name in ((LEVEL_AFTER, "over_the_run"), (0, "over_the_run_unsettled")):
-        parts = stretches(samples, events, settled)
+        parts = stretches(events, settled)
         if not parts:
             continue
         squares = products = 0.0

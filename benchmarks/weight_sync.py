@@ -66,7 +66,6 @@ TARGETS = {"transfer_of_plain": 0.85, "proved_of_bound": 0.8}
 REPEATS = {"distributed": 9, "disk": 5, "tensor": 3}  # of turns, at most
 # where `disk` writes: in memory, so that its rows do not hang on what the disk is at
 SHARED = "/dev/shm"
-MB = 2**20
 
 
 def main() -> None:
