@@ -102,7 +102,9 @@ def parts(runs: Sequence[RunRecord]) -> list[Part]:
 
 def _change(runs: Sequence[RunRecord]) -> Chart:
     measured, forecasts, notes = [], [], []
-    for run, line, rate in zip(runs, _lines(runs, MEASURED), _lines(runs, FORECAST), strict=True):
+    for run, line, rate in zip(
+        runs, lines_of(runs, MEASURED), lines_of(runs, FORECAST), strict=True
+    ):
         _, lr = run.series("optimizer/lr")
         # a step's length is proportional to its learning rate
         rates = [f * factor for f, factor in zip(rate.values, lr, strict=False)]
@@ -157,7 +159,7 @@ def _quadrants(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
-    lines = _lines(runs, "forecast/neutral_weight")
+    lines = lines_of(runs, "forecast/neutral_weight")
     sizes = sorted(abs(value) for line in lines for value in line.values if math.isfinite(value))
     # cut at the 95th percentile: a batch without L+ is an outlier
     limit = max(2.0, 1.2 * sizes[int(0.95 * (len(sizes) - 1))]) if sizes else 2.0
@@ -255,12 +257,12 @@ def _gradient(runs: Sequence[RunRecord]) -> Chart:
     bounds = [
         _dashed(replace(line, label=name))
         for end, name in (("low", "lower bound"), ("high", "upper bound"))
-        for line in _lines(runs, f"gradient/logit_norm_{end}")
+        for line in lines_of(runs, f"gradient/logit_norm_{end}")
     ]
     return Chart(
         "Gradient in the logits",
         "norm",
-        _lines(runs, "gradient/logit_norm"),
+        lines_of(runs, "gradient/logit_norm"),
         [line for line in bounds if line.values],
         caption=(
             "Of the loss of a step. Dashed: STAPO's bounds, from probabilities and entropies alone."
@@ -273,17 +275,19 @@ def _rare(runs: Sequence[RunRecord]) -> Chart:
     return Chart(
         "Rare tokens",
         "share past the critical surprisal",
-        _lines(runs, "forecast/rare_share"),
+        lines_of(runs, "forecast/rare_share"),
         caption=caption,
     )
 
 
 def _lengths(runs: Sequence[RunRecord]) -> Chart:
-    wrong = [_dashed(replace(line, label="wrong")) for line in _lines(runs, "signal/length_wrong")]
+    wrong = [
+        _dashed(replace(line, label="wrong")) for line in lines_of(runs, "signal/length_wrong")
+    ]
     return Chart(
         "Length of right and wrong responses",
         "tokens, mean",
-        _lines(runs, "signal/length_right"),
+        lines_of(runs, "signal/length_right"),
         [line for line in wrong if line.values],
         caption="Solid: right. Dashed: wrong.",
     )
@@ -291,12 +295,13 @@ def _lengths(runs: Sequence[RunRecord]) -> Chart:
 
 def _signals(runs: Sequence[RunRecord]) -> list[Chart]:
     return [
-        Chart(title, unit, _lines(runs, key), caption=caption)
+        Chart(title, unit, lines_of(runs, key), caption=caption)
         for key, title, unit, caption in _SIGNALS
     ]
 
 
-def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
+def lines_of(runs: Sequence[RunRecord], key: str) -> list[Line]:
+    """Returns a line for each run, with the run's values of one metric."""
     return [Line(run.name, i, *run.series(key)) for i, run in enumerate(runs)]
 
 

@@ -30,7 +30,12 @@ from megatron_stare.observability.report.comparison import (
     outcome,
     settings_that_tell,
 )
-from megatron_stare.observability.report.diagnostic_charts import parts, selection, token_norms
+from megatron_stare.observability.report.diagnostic_charts import (
+    lines_of,
+    parts,
+    selection,
+    token_norms,
+)
 from megatron_stare.observability.report.headline import alike, headline, problems
 from megatron_stare.observability.report.token_view import view_of_run
 from megatron_stare.run_dir.json_lines import Record
@@ -175,17 +180,17 @@ def _told(row: Sequence[Figure | None]) -> bool:
 def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
     """Returns two lists: the charts of the report's first screen, and all other charts."""
     entropy, *near = _entropy(runs)
-    first = [entropy, Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *near]
-    charts = [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
+    first = [entropy, Chart("Reward", "mean over the batch", lines_of(runs, "reward/mean")), *near]
+    charts = [Chart(title, unit, lines_of(runs, key)) for key, title, unit in _CHARTS]
     if all(run.supervised for run in runs):
-        first = [Chart("Loss", "nats a token", _lines(runs, "loss/policy")), entropy]
-        held_out = _lines(runs, "heldout/loss")
+        first = [Chart("Loss", "nats a token", lines_of(runs, "loss/policy")), entropy]
+        held_out = lines_of(runs, "heldout/loss")
         if any(line.values for line in held_out):
             first.insert(1, Chart("Held-out loss", "nats a token", held_out, raw=True, joined=True))
         charts = [chart for chart in charts if any(line.values for line in chart.lines)]
     charts += selection(runs)
     more = [
-        Chart(title, unit, _lines(runs, key), exact=key == "optimizer/lr")
+        Chart(title, unit, lines_of(runs, key), exact=key == "optimizer/lr")
         for key, title, unit in _MORE
     ]
     charts += [chart for chart in more if any(line.values for line in chart.lines)]
@@ -239,18 +244,14 @@ def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> 
     return charts
 
 
-def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
-    return [Line(run.name, i, *run.series(key)) for i, run in enumerate(runs)]
-
-
 def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
     targets = {
         # runs with the same target share one band, as long as the longest run
         (min(known), max(known)): line
-        for line in sorted(_lines(runs, "entropy/target"), key=lambda line: len(line.values))
+        for line in sorted(lines_of(runs, "entropy/target"), key=lambda line: len(line.values))
         if (known := [value for value in line.values if math.isfinite(value)])
     }
-    gates = [(g, intervals_on(g.steps, g.values)) for g in _lines(runs, "stare/gate") if g.values]
+    gates = [(g, intervals_on(g.steps, g.values)) for g in lines_of(runs, "stare/gate") if g.values]
     drawn = [
         replace(line, label="target", colour=OWN_COLOUR if len(targets) == 1 else line.colour)
         for line in targets.values()
@@ -268,7 +269,7 @@ def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
     chart = Chart(
         "Entropy",
         "nats, mean over the batch",
-        _lines(runs, "entropy/mean"),
+        lines_of(runs, "entropy/mean"),
         drawn,
         BAND,
         gates,
