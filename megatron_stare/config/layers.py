@@ -243,6 +243,18 @@ def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
     return tree
 
 
+def by_dotted_key(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Returns the values of nested sections by dotted key, such as `optimizer.lr`. A section
+    without keys is left out."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= by_dotted_key(value, f"{above}{key}.")
+        else:
+            found[above + key] = value
+    return found
+
+
 def _parent(tree: dict[str, Any], setting: str) -> dict[str, Any]:
     """Returns the section that contains a dotted setting, or {} if there is no such section."""
     for part in setting.split(".")[:-1]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from megatron_stare.config.layers import by_dotted_key
 from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.rollout_sections import PRECISIONS
 from megatron_stare.config.schema import Config
@@ -265,7 +266,7 @@ def refuse_changes(old: Config, new: Config) -> None:
     first in alphabetical order."""
     # earlier releases recorded relative paths
     before, after = (
-        _flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)
+        by_dotted_key(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new)
     )
     by_micro_batch = (
         new.statistics.scope == "micro_batch"
@@ -288,15 +289,6 @@ def refuse_changes(old: Config, new: Config) -> None:
 def _has_begun(path: Path) -> bool:
     metrics = path / METRICS_FILE
     return bool(complete_checkpoints(path)) or (metrics.exists() and metrics.stat().st_size > 0)
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return flat
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:

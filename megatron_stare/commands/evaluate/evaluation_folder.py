@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_stare.config.layers import by_dotted_key
 from megatron_stare.errors import DataError, UserError
 from megatron_stare.evaluation.evaluate import Evaluated
 from megatron_stare.evaluation.response import Response
@@ -108,8 +109,8 @@ class EvaluationFolder:
         added = {
             name: task for name, task in now["tasks"].items() if name not in before.get("tasks", {})
         }
-        for key, old in _flat(before).items():
-            new = _flat(now).get(key)
+        for key, old in by_dotted_key(before).items():
+            new = by_dotted_key(now).get(key)
             # a resumed evaluation may leave out tasks
             if new != old and not (new is None and key.startswith("tasks.")):
                 raise UserError(
@@ -199,12 +200,3 @@ class KeptResponses:
 
     def add(self, response: Response, greedy: bool) -> None:
         self._folder.add(self._task, greedy, response)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-        )
-    return flat

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from megatron_stare.config.layers import by_dotted_key
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.observability.sinks.delivery import Delivered
 from megatron_stare.observability.sinks.service import Service
@@ -62,7 +63,7 @@ class MlflowRuns(Service):
             self._id = self._client.create_run(
                 experiment, tags=tags, run_name=run.config.run.name
             ).info.run_id
-            self._parameters(_flat(run.config.model_dump(mode="json")))
+            self._parameters(by_dotted_key(run.config.model_dump(mode="json")))
         if delivered.redone:
             redone = ", ".join(f"{first} to {last}" for first, last in delivered.redone)
             self._client.log_batch(self._id, tags=[RunTag("redone", redone)])
@@ -90,12 +91,3 @@ def _named(metric: str) -> str:
     """Renames a metric for MLflow. The character `@` becomes `_at_`, so that pass@4 becomes
     pass_at_4. All other characters that MLflow rejects in a metric's name become `_`."""
     return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-        )
-    return flat
