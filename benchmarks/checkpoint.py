@@ -23,8 +23,6 @@ import argparse
 import os
 import shutil
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from machine import machine
-from ranks import measured, shape_of
+from ranks import measured, seconds, shape_of
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
@@ -164,15 +162,6 @@ class Fresh:
         dist.barrier()
         if self._rank == 0:
             shutil.rmtree(self._folder)
-
-
-def seconds(way: Callable[[], None]) -> float:
-    """Wall clock from when all ranks are ready until all are done."""
-    dist.barrier()
-    start = time.perf_counter()
-    way()
-    dist.barrier()
-    return time.perf_counter() - start
 
 
 def result_of(

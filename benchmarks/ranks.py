@@ -6,9 +6,12 @@ import argparse
 import json
 import multiprocessing
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_stare.models.shape import ModelShape
 
@@ -36,6 +39,15 @@ def measured(
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
+
+
+def seconds(way: Callable[[], Any]) -> float:
+    """Wall clock from when all ranks are ready until all are done."""
+    dist.barrier()
+    start = time.perf_counter()
+    way()
+    dist.barrier()
+    return time.perf_counter() - start
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:

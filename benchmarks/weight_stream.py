@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 from machine import machine
-from ranks import measured, shape_of
+from ranks import measured, seconds, shape_of
 
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
@@ -95,15 +94,6 @@ def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> 
     if rank == 0:
         report.send(result_of(times, model_bytes, args, len(plan.buckets)))
     parallel_layout.leave()
-
-
-def seconds(way: Callable[[], Any]) -> float:
-    """Wall clock from when all ranks are ready until all are done."""
-    dist.barrier()
-    start = time.perf_counter()
-    way()
-    dist.barrier()
-    return time.perf_counter() - start
 
 
 def result_of(
