@@ -90,9 +90,8 @@ class ModelShape:
             else 2 * self.kv_heads * self.head_dim
         )
 
-    def padded_vocab(self, tp: int, multiple: int = 128) -> int:
+    def padded_vocab(self, tp: int) -> int:
         """Returns the number of vocabulary rows after Megatron's padding. After the padding, each
-        of the `tp` ranks has the same number of rows, and this number is divisible by
-        `multiple`."""
-        unit = multiple * tp
+        of the `tp` ranks has the same number of rows, and this number is divisible by 128."""
+        unit = 128 * tp
         return -(-self.vocab_size // unit) * unit

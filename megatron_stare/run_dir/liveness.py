@@ -129,15 +129,15 @@ def refuse_alive_elsewhere(run_dir: Path) -> None:
             )
 
 
-def how_it_stands(run: RunRecord, now: float | None = None, here: str | None = None) -> str:
+def how_it_stands(run: RunRecord) -> str:
     """Describes, in a sentence for the report, whether an unfinished run is still alive. Returns ""
     if the run is finished or the run's number of steps is unknown."""
     planned = run.setting("run.steps")
     made = int(run.metrics[-1]["step"]) if run.metrics else 0
     if not isinstance(planned, int) or made >= planned:
         return ""
-    found = liveness(run, now, here)
-    drawn = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now))
+    found = liveness(run)
+    drawn = time.strftime("%Y-%m-%d %H:%M:%S %z")
     steps = f"step {made} of {planned}"
     if found.state == "running":
         phase = f", in {found.beat.phase}" if found.beat and found.beat.phase else ""

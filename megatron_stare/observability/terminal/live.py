@@ -74,7 +74,7 @@ class LiveDisplay(RunDisplay):
         self._run_dir = self._algorithm = self._closed = ""
         self._step, self._started = 0, now()
         self._series: dict[str, deque[float]] = {key: deque(maxlen=_KEPT) for key in SERIES}
-        self._remaining = RemainingTime(20)
+        self._remaining = RemainingTime()
         self._phases: list[tuple[str, float]] = []  # open phases, outermost first
         self._responses: tuple[int, int] | None = None
         self._seconds: dict[str, float] = {}

@@ -37,7 +37,7 @@ class RemainingTime:
         window: number of steps in the average.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int = 20) -> None:
         self._recent: deque[float] = deque(maxlen=max(1, window))
         self._seen = 0
 
@@ -126,10 +126,9 @@ class StepPrinter(RunDisplay):
     Args:
         total_steps: number of the run's last step.
         out: output; default stdout at the time of the call.
-        smoothing: number of steps in the average for the remaining time.
     """
 
-    def __init__(self, total_steps: int, out: TextIO | None = None, smoothing: int = 20) -> None:
+    def __init__(self, total_steps: int, out: TextIO | None = None) -> None:
         self._out = sys.stdout if out is None else out
         self._total = total_steps
         self._colour = (
@@ -137,7 +136,7 @@ class StepPrinter(RunDisplay):
             and not os.environ.get("NO_COLOR")
             and os.environ.get("TERM") != "dumb"
         )
-        self._remaining = RemainingTime(smoothing)
+        self._remaining = RemainingTime()
         self._widths = {
             "step": len(str(total_steps)),
             "reward": 5,
