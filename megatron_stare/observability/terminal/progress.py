@@ -17,12 +17,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TextIO, TypeVar
+from typing import Self, TextIO
 
 from megatron_stare.observability.sink import Alert
 
 _DIM, _BOLD, _GREEN, _YELLOW, _RED = "2", "1", "32", "33", "31"
-Display = TypeVar("Display", bound="RunDisplay")  # typing.Self needs Python 3.11
 _OUTLIER = 3.0  # a longer step counts as this many medians
 
 
@@ -112,7 +111,7 @@ class RunDisplay(ABC):
     def _announce(self, alert: Alert) -> None:
         (self.note if alert.over else self.warn)(alert.announce())
 
-    def __enter__(self: Display) -> Display:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
