@@ -297,12 +297,6 @@ class ModelFamily:
         pattern = numbered(name)[1]
         return any(pattern in rule.hf for rule in self.rules if rule.float32)
 
-    @property
-    def vocabulary(self) -> frozenset[str]:
-        """Names of the Hugging Face tensors with one row per vocabulary entry. Engines and Megatron
-        append padding rows to these vocabulary tensors."""
-        return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
-
     def cost(self, shape: ModelShape, length: int) -> float:
         """Returns the computing cost of one sequence of `length` tokens. A cost of 1 is the number
         of operations that the model's linear layers take for one token. The operations of linear
