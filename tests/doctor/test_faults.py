@@ -63,7 +63,6 @@ TOPOLOGY = (
     " SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
 )
 WELL = Facts(
-    host="node1",
     versions={
         "python": "3.11.7",
         "megatron-core": "0.16.1",

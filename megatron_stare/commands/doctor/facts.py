@@ -99,7 +99,6 @@ class Facts:
         read.
     """
 
-    host: str
     versions: Mapping[str, str]
     apex_is_nvidias: bool
     gpus: tuple[int, ...]
@@ -121,7 +120,6 @@ def local_facts(served_by: str | None = None) -> Facts:
             server.
     """
     return Facts(
-        host=socket.gethostname(),
         versions=_versions(),
         apex_is_nvidias=importlib.util.find_spec("amp_C") is not None,
         gpus=tuple(

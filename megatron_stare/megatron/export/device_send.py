@@ -143,7 +143,7 @@ class _Carried:
     def __init__(
         self, sender: Sender, rank: int, ranks: tuple[int, ...], group: ProcessGroup | None
     ) -> None:
-        self._sender, self._rank, self._ranks = sender, rank, ranks
+        self._sender, self._ranks = sender, ranks
         self._members = sorted(set(ranks))
         self.leads = rank == ranks[0]
         self._group = group

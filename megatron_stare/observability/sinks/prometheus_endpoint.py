@@ -79,11 +79,6 @@ class PrometheusEndpoint(Sink):
             server.shutdown()
             server.server_close()
 
-    @property
-    def port(self) -> int:
-        """The port on which metrics are served."""
-        return int(self._server.server_port)
-
     def collect(self) -> Iterator[Any]:
         """Yields the metric families of one scrape. The threads of the HTTP server call
         `collect`."""
