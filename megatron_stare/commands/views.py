@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from megatron_stare.commands.status import Status, status_of
 from megatron_stare.errors import UserError
 from megatron_stare.observability.terminal.progress import clock
+from megatron_stare.run_dir.json_lines import finite
 from megatron_stare.run_dir.run_files import Rereading
 
 EVERY_S = 2.0
@@ -69,7 +69,7 @@ def _watch(run_dir: Path, told: Callable[[Status], str], every_s: float, clear: 
 
 def as_json(status: Status) -> str:
     """Returns one line of JSON, with null for unknown values."""
-    return json.dumps(_plain(dataclasses.asdict(status)), allow_nan=False)
+    return json.dumps(finite(dataclasses.asdict(status)), allow_nan=False)
 
 
 def as_text(status: Status) -> str:
@@ -170,14 +170,6 @@ def _phase(status: Status) -> str:
     counted = f", {status.done:,} of {status.total:,} responses" if status.total else ""
     limit = f"; must get on within {clock(status.limit_s)}" if status.limit_s is not None else ""
     return f"{status.phase} for {clock(status.phase_s)}{counted}{limit}"
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def add_report_arguments(report: argparse.ArgumentParser) -> None:

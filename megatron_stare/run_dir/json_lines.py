@@ -24,10 +24,10 @@ def to_line(record: Mapping[str, Any]) -> str:
     infinities, which JSON lacks, as null. Writes characters as they are. If the record contains
     half of a surrogate pair, which UTF-8 cannot encode, writes all non-ASCII characters as
     escapes."""
-    line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
     if line.isascii() or line.encode(errors="replace").decode() == line:
         return line
-    return json.dumps(_finite(record), allow_nan=False) + "\n"
+    return json.dumps(finite(record), allow_nan=False) + "\n"
 
 
 def read_jsonl(path: Path) -> list[Record]:
@@ -81,11 +81,12 @@ def keep(path: Path, wanted: Callable[[Record], bool]) -> None:
         write_atomically(path, [record for record in read_jsonl(path) if wanted(record)])
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Replaces every number in a JSON value that is infinite or NaN by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
