@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import ROOT, environment, metrics, train
+from support.runs import ROOT, environment
 from transformers import AutoTokenizer
 
 from megatron_stare.config.schema import Config
@@ -27,6 +27,10 @@ from megatron_stare.data.reasoning_gym import (
     verify,
 )
 from megatron_stare.errors import ConfigError
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import others_environments
 
 pytestmark = pytest.mark.slow
 gym = pytest.importorskip("reasoning_gym")
@@ -146,50 +150,8 @@ def test_what_the_package_refuses_is_said(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("dataset", "settings"),
-    [
-        ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
-        ("gcd", {"max_value": 12}),
-        ("letter_counting", {"min_words": 2, "max_words": 3}),
-    ],
-)
-def test_a_run_trains_on_a_task(dataset: str, settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dataset", others_environments.GYM)
+def test_a_run_trains_on_a_task(dataset: str, tmp_path: Path) -> None:
     """20 steps; the rewards are those of the package's own scorer, computed again."""
-    given = {
-        "run.dir": tmp_path / "run",
-        "run.steps": 20,
-        "run.seed": 0,
-        "run.rollouts_every": 1,
-        "data.source": json.dumps(
-            {"name": "reasoning_gym", "dataset": dataset, "settings": settings}
-        ),
-        "data.chat_template": True,
-        "reward.verifier": json.dumps({"name": "reasoning_gym", "tag": None}),
-        "rollout.max_prompt_tokens": 600,
-        "rollout.max_new_tokens": 24,
-        "batch.prompts": 3,
-        "batch.samples_per_prompt": 4,
-        "eval.prompts": 0,
-    }
-    done = train(
-        f"model.path={CHAT}",
-        "runtime.runner=inline",
-        "parallel.tensor=1",
-        cwd=tmp_path,
-        **given,
-    )
-    assert done.returncode == 0, done.stderr
-    prompts = {p.id: p for p in source(dataset, **settings).take(60)}
-    rewards = []
-    for row in metrics(tmp_path / "run"):
-        lines = (tmp_path / f"run/rollouts/step_{row['step']:06d}.jsonl").read_text().splitlines()
-        made = [json.loads(line) for line in lines]
-        assert len(made) == 12
-        for each in made:
-            made_from = dict(prompts[each["id"]].columns or {})[COLUMN]
-            task = gym.create_dataset(dataset, seed=made_from["seed"], size=CHUNK, **settings)
-            wanted = task.score_answer(each["response"].strip(), task[made_from["at"]])
-            assert each["reward"] == pytest.approx(float(wanted))
-        rewards += [each["reward"] for each in made]
-    assert len(rewards) == 240 and any(rewards)
+    found = others_environments.train(dataset, tmp_path, tmp_path / dataset)
+    assert all(others_environments.asked(found).values()), found
