@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -63,10 +63,24 @@ GYM: dict[str, dict[str, Any]] = {
     "gcd": {"max_value": 12},
     "letter_counting": {"min_words": 2, "max_words": 3},
 }
-# prompts of a step, samples of each, and episodes of the scripted player; each episode of glossary
-# starts a tool server, and a conversation with `verifiers` has up to 1,000 tokens
-SIZES = {"kuhn_poker": (2, 4, 80), "scratchpad": (2, 4, 80), "glossary": (2, 4, 30)}
-SIZE = (4, 8, 1600)
+
+
+class Sizes(NamedTuple):
+    """Sizes of a run. `episodes`: of the scripted player; `taught`: supervised steps of 8 of them.
+    Each episode of glossary starts a tool server."""
+
+    prompts: int
+    samples: int
+    episodes: int
+    taught: int
+
+
+SIZES = {
+    "kuhn_poker": Sizes(2, 4, 80, 60),
+    "scratchpad": Sizes(2, 8, 80, 220),
+    "glossary": Sizes(2, 4, 30, 160),
+    **dict.fromkeys(GYM, Sizes(4, 8, 1600, 160)),
+}
 
 
 def main() -> None:
@@ -87,7 +101,7 @@ def main() -> None:
                 "environments": COMMIT,
                 "licence": (Path(folder) / "LICENSE").read_text().splitlines()[0],
             },
-            "reasoning-gym": {"version": version("reasoning-gym")},
+            "reasoning-gym": {"version": version("reasoning-gym"), "licence": "Apache-2.0"},
             "machine": machine(),
         }
         for name in args.only:
@@ -126,7 +140,7 @@ def train(name: str, environments: Path, folder: Path) -> dict[str, Any]:
         "sft",
         folder / "sft",
         {
-            "run": {"steps": 60 if name in GYM else 240},
+            "run": {"steps": SIZES[name].taught},
             "model": {"path": str(MODEL)},
             "data": {"path": str(conversations)},
             "batch": {"prompts": 8},
@@ -159,10 +173,10 @@ def start(command: str, directory: Path, config: dict[str, Any]) -> None:
 
 def settings(name: str) -> dict[str, Any]:
     """Returns the configuration of the training run."""
-    prompts, samples, _ = SIZES.get(name, SIZE)
+    size = SIZES[name]
     made: dict[str, Any] = {
         "model": {"path": str(MODEL)},
-        "batch": {"prompts": prompts, "samples_per_prompt": samples},
+        "batch": {"prompts": size.prompts, "samples_per_prompt": size.samples},
         "optimizer": {"lr": 1e-4},
         "rollout": lengths(name),
         "data": {"chat_template": True},
@@ -224,7 +238,7 @@ def played(name: str) -> Iterator[dict[str, Any]]:
     every agent of an episode."""
     config = Config.model_validate(settings(name))
     environment = make_environment(config.rollout.environment, config, TOKENIZER)
-    prompts = make_source(config, TOKENIZER, "eval").take(SIZES.get(name, SIZE)[2])
+    prompts = make_source(config, TOKENIZER, "eval").take(SIZES[name].episodes)
     players = [Player(seed) for seed in range(len(prompts))]
 
     async def play() -> None:
@@ -269,7 +283,7 @@ def conversation(text: str) -> dict[str, Any]:
 def answered(name: str) -> Iterator[dict[str, Any]]:
     """Yields questions of a task of reasoning-gym, each with its own answer or another one's."""
     config = Config.model_validate(settings(name))
-    prompts = make_source(config, TOKENIZER, "eval").take(SIZE[2])
+    prompts = make_source(config, TOKENIZER, "eval").take(SIZES[name].episodes)
     draw = random.Random(0)
     for prompt in prompts:
         answer = draw.choice([prompt, prompt, prompt, draw.choice(prompts)]).answer
@@ -335,7 +349,7 @@ def with_prompts(
     name: str, rollouts: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[Prompt, dict[str, Any]]]:
     config = Config.model_validate(settings(name))
-    prompts = make_source(config, TOKENIZER, "train").take(STEPS * SIZE[0])
+    prompts = make_source(config, TOKENIZER, "train").take(STEPS * SIZES[name].prompts)
     by_id = {prompt.id: prompt for prompt in prompts}
     for row in rollouts:
         yield by_id[row["id"]], row
