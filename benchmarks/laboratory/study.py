@@ -163,11 +163,10 @@ response in a toy world has three tokens (one in `hard_prompts`). The policy of 
 separate logits for every node of the tree. All responses of a toy world can be enumerated, so
 entropy, expected reward and pass@k are exact.
 
-**Coupling.** When a network trains on one prompt, its answers to other prompts change too. To
-imitate a network, training in a toy world replaces a share of each prompt's gradient by the mean
-gradient of all prompts. The share of a prompt's gradient that training replaces by
-the mean gradient is called the coupling. The coupling is 0.5 in most grids of experiments, 0.9 in
-`clip_updates`, and varies in `coupling` and `hard_prompts`.
+**Coupling.** When a network trains on one prompt, its answers to other prompts change too. A toy
+world imitates this effect: it replaces a share of each prompt's gradient by the mean gradient of
+all prompts. This share is called the coupling. The coupling is 0.5 in most grids of experiments,
+0.9 in `clip_updates`, and varies in `coupling` and `hard_prompts`.
 
 **Grids of experiments.** A grid of experiments varies two settings, for example the learning rate
 and the entropy target, with one experiment for each combination of values. In each experiment, all

@@ -56,11 +56,11 @@ class LengthPenalty:
     A group is easy if its share of correct responses is at least `easy_from`, and hard if the share
     is at most 1 - easy_from. Every other group is medium. Every easy or medium group has a typical
     response length L = max((shortest + longest) / 2, mean). In an easy group, the typical length L
-    is computed from the lengths of the correct responses. In a medium group, the typical length L
-    is computed from the lengths of all responses. The penalty of a correct response of length n is
-    0 for n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for larger n. Hard groups get no
-    penalty. A medium group gets no penalty if at most half of its responses are correct; the paper
-    leaves this case open.
+    is computed from the lengths of the correct responses. In a medium group, L is computed from the
+    lengths of all of the group's responses. The penalty of a correct response of length n is 0 for
+    n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for larger n. Hard groups get no penalty. A
+    medium group gets no penalty if at most half of its responses are correct; the paper leaves this
+    case open.
 
     `easy_from`: the lowest share of correct responses in an easy group. In the GROP paper,
         `easy_from` is called gamma_1. The paper gives no value for gamma_1.

@@ -72,8 +72,8 @@ def rendered(
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rendered:
     """Renders a conversation with the tokenizer's chat template, and marks the tokens that the
-    assistant wrote. Turns of weight 0 are left unmarked, and may be rendered differently in the
-    history.
+    assistant wrote. The tokens of a turn of weight 0 are not marked, and the template may
+    render such a turn in another form than a turn that is learnt.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token does not count in the loss.

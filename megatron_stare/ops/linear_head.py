@@ -19,7 +19,7 @@ gradient with respect to the hidden states, this module sums only over this rank
 columns. The module megatron/model/head.py then sums the hidden states' gradient over the ranks of
 the tensor-parallel group.
 
-Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
+Shape legend: n = rows, H = hidden size, V = vocabulary columns of this rank.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ The implementation in vocab_reference.py is plain PyTorch. The implementation in
 processes the logits in blocks that stay in cache. The implementation in vocab_triton.py consists of
 kernels that read every logit once.
 
-Shape legend: N tokens, V vocabulary columns of this rank, R ranks.
+Shape legend: N = tokens, V = vocabulary columns of this rank, R = ranks.
 """
 
 from __future__ import annotations

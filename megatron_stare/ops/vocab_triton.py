@@ -15,7 +15,7 @@ differently, so the importance ratios of the first update might differ from 1. A
 instruction counts, memory bandwidth limits the kernel's speed, so computing the sums q and u should
 cost no time.
 
-Shape legend: N tokens, V vocabulary columns of this rank.
+Shape legend: N = tokens, V = vocabulary columns of this rank.
 """
 
 from __future__ import annotations

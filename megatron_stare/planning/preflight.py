@@ -53,8 +53,8 @@ class Asked:
     """Input of each check in the dicts CONFIGURATION and RUN. Contains a resolved run, and says
     whether the run's model may be absent.
 
-    `published`: if True, a model shape that ships with the package may replace the shape of an
-        absent model.
+    `published`: if True and the model's folder is absent, the shape of the published model, which
+        ships with the package, may stand in.
     """
 
     run: ResolvedRun

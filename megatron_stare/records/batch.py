@@ -1,8 +1,8 @@
 """Defines prompts, the batch of response tokens that is a method's input, and the plan of
 micro-batches. Torch is the only library that this module imports.
 
-Shape legend: B samples of a rollout batch in canonical order (by prompt cursor, then by sample
-number); N response positions of some samples, concatenated.
+Shape legend: B = samples of a rollout batch in canonical order (by prompt cursor, then by sample
+number); N = response positions of some samples, concatenated.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A training method, such as STARE, chooses a name for each of its requests. To an
 `ops/statistics_executor.py` combines the values of all ranks that hold tokens of the batch. A
 method's statistics therefore cover the whole batch exactly, in every parallel layout.
 
-Shape legend: N response positions held by this rank.
+Shape legend: N = response positions held by this rank.
 """
 
 from __future__ import annotations

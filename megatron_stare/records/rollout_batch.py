@@ -6,13 +6,13 @@ A sample is a response. A sample has one or several branches, and each branch ha
 (trajectory.Branch). The model processes each branch as one sequence. RL methods treat all branches
 of a sample as one response.
 
-Shape legend: B samples; S branches; N response positions of all samples, concatenated; T positions
-of all branches with their contexts, concatenated; R runs of consecutive tokens sampled by one
-weight version; L layers; K experts per token in a mixture of experts. Samples are in canonical
-order: by prompt cursor, then by sample number. Branches are ordered by sample, then by the position
-of their first token in the response. A RankShare holds only the
-branches of one rank. In its shapes, n is the number of response positions of these branches, t is
-the number of their positions including contexts, and r is the number of their runs.
+Shape legend: B = samples; S = branches; N = response positions of all samples, concatenated; T =
+positions of all branches with their contexts, concatenated; R = runs of consecutive tokens sampled
+by one weight version; L = layers; K = experts per token in a mixture of experts. Samples are in
+canonical order: by prompt cursor, then by sample number. Branches are ordered by sample, then by
+the position of their first token in the response. A RankShare holds only the branches of one rank.
+In its shapes, n is the number of response positions of these branches, t is the number of their
+positions including contexts, and r is the number of their runs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Every rank that holds tokens of the chosen responses makes a TokenNumbers for it
 (`megatron/step/diagnostics.py`). A TokenNumbers that one rank makes is called a part. The driver
 joins the parts, and attaches the values of each response to the response's trajectory.
 
-Shape legend: n tokens of one response; m tokens of a part, which is the TokenNumbers of one rank.
+Shape legend: n = tokens of one response; m = tokens of a part, which is the TokenNumbers of one
+rank.
 """
 
 from __future__ import annotations

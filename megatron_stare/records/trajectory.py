@@ -2,8 +2,9 @@
 The per-token values of a response are stored in columns. The only third-party imports are numpy and
 torch.
 
-Shape legend: n tokens of the response; L layers; K experts to which a mixture of experts routes a
-token. Each token of a response was either sampled by an engine or inserted by an environment.
+Shape legend: n = tokens of the response; L = layers; K = experts to which a mixture of experts
+routes a token. Each token of a response was either sampled by an engine or inserted by an
+environment.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class RunState:
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Cursors of the prompts that rollbacks left out of the data."""
+        """Cursors of the prompts that the run skips, because a rollback removed these prompts."""
         return frozenset(cursor for each in self.rollbacks for cursor in each["prompts"])
 
     def to_json(self) -> str:

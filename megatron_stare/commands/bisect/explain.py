@@ -1,5 +1,5 @@
-"""Finds a change to a run that explains the run's recorded metrics (the record). The functions are
-pure, and their inputs are the metrics of the steps.
+"""Finds the change of configuration that explains why a run's recorded metrics (the record) differ
+from those of its repetition. The functions are pure, and their inputs are the metrics of the steps.
 
 `explain` first checks whether the unchanged re-run reproduces the record. If the unchanged re-run
 reproduces the record, `explain` checks whether the record contradicts the configuration. If the

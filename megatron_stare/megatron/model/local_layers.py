@@ -19,9 +19,9 @@ short sequences.
   product exceeds the time to compute the product. Our attention over short sequences runs one
   batched product for all heads and sequences.
 
-Shape legend: H hidden size; F feed-forward size of this rank; b sequences, s positions, n heads, g
-groups of heads that share keys and values, r heads per group, d head size; *: any leading
-dimensions.
+Shape legend: H = hidden size; F = feed-forward size of this rank; b = sequences, s = positions, n =
+heads, g = groups of heads that share keys and values, r = heads per group, d = head size; *: any
+leading dimensions.
 """
 
 from __future__ import annotations

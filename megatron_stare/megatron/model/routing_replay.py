@@ -8,8 +8,8 @@ trainer replays the engine's choice of experts, the log-probs of engine and trai
 rounding. The gate values come from the trainer's own logits at the replayed experts, so the router
 still learns.
 
-Shape legend: s positions and b rows of a micro-batch on this rank, t = s b tokens of a router, L
-layers, K experts per token, E experts.
+Shape legend: s = positions and b = rows of a micro-batch on this rank, t = s b tokens of a router,
+L = layers, K = experts per token, E = experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares the log-probs of engine and trainer token by token, on the ranks that hold these
 log-probs.
 
-Shape legend: N response positions of this rank.
+Shape legend: N = response positions of this rank.
 """
 
 from __future__ import annotations

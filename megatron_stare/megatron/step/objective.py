@@ -1,7 +1,7 @@
 """Defines the objective of one optimizer step on the last pipeline stage. The objective consists of
 the method's loss over the step's micro-batches, and of the metrics to log.
 
-Shape legend: N response positions of this rank, n response positions of a micro-batch, as in
+Shape legend: N = response positions of this rank, n = response positions of a micro-batch, as in
 microbatch.py.
 """
 

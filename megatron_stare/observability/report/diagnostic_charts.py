@@ -243,8 +243,8 @@ def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _of_sets(run: RunRecord, metric: str) -> list[Line]:
-    """Returns the chart lines of a metric, with one line for each set of selected tokens. A set has
-    no line if the run did not log the metric for this set."""
+    """Returns the chart lines of a metric, with one line for each set of selected tokens,
+    such as L+. Sets of tokens for which the run did not log the metric have no line."""
     lines = [Line(label, 0, *run.series(f"{metric}_{end}"), kind) for end, label, kind in _SETS]
     return [line for line in lines if line.values]
 

@@ -4,8 +4,8 @@ token per row, until all rows are finished.
 LocalEngine checks the requests and then calls `decode_batch`. This module also registers `attend`,
 an attention function for CPUs, in transformers under the name ATTENTION.
 
-Shape legend: B rows at the start; b rows that are still in the batch; P tokens of the longest
-prompt; R tokens of the longest response. Legend for attention: n heads; g groups of heads that
+Shape legend: B = rows at the start; b = rows that are still in the batch; P = tokens of the longest
+prompt; R = tokens of the longest response. Legend for attention: n heads; g groups of heads that
 share keys and values; r heads per group; L tokens in the cache; d head size.
 """
 
