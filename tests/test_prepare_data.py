@@ -59,13 +59,14 @@ PUBLISHED = {
             verl(DAPO.format("What is  2 + 2?"), "5", "d4"),
             verl("What is 1+2?", "3"),
             verl(DAPO.format("What is 1/2?"), "1/2"),
+            verl(DAPO.format("What is the square of x?"), "²"),
         ],
         [("What is 1+1?", "2", "a1")],
         {
             "repeats another": 1,
             "repeats another and has another answer (all of them)": 2,
             "not the published instruction around the problem": 1,
-            "the answer is no integer": 1,
+            "the answer is no integer": 2,
         },
     ),
     "deepscaler": (

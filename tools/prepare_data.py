@@ -68,7 +68,7 @@ def dapo(row: dict[str, Any]) -> tuple[str, str]:
     if not (text.startswith(DAPO_BEFORE) and text.endswith(DAPO_AFTER)):
         raise Dropped("not the published instruction around the problem")
     answer = ground_truth(row)
-    if not answer.lstrip("-").isdigit():
+    if not re.fullmatch("-?[0-9]+", answer):
         raise Dropped("the answer is no integer")
     return text[len(DAPO_BEFORE) : -len(DAPO_AFTER)], answer
 

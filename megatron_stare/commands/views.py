@@ -98,7 +98,7 @@ def _subjects(status: Status) -> list[tuple[str, str]]:
     rates = [
         (status.steps_per_h, "steps/h"),
         (status.tokens_per_s, "tokens/s"),
-        (status.samples_per_s, "responses/s"),
+        (status.samples_per_s, "samples/s"),
     ]
     subjects = [
         ("phase", _phase(status)),

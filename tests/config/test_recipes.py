@@ -145,6 +145,22 @@ def test_a_recipe_is_what_was_published(name: str) -> None:
         assert row.source.partition(":")[0] in sources(), row
 
 
+def test_what_a_recipe_assumes_is_not_shown_as_published() -> None:
+    """The index says "assumed" beside a value that was published for another model only."""
+    name, told = "", 0
+    for line in (FOLDER / "index.yaml").read_text().splitlines():
+        if begins := re.match(r"  (\w[\w.]*):$", line):
+            name = begins[1]
+        elif found := re.match(r" +(\w+): .*# assumed", line):
+            rows = [row for row in published(recipes()[name]) if row.setting.endswith(found[1])]
+            assert [row.because and "assumed" in row.because for row in rows] == [True], (
+                name,
+                line,
+            )
+            told += 1
+    assert told == 6
+
+
 def test_every_mark_in_a_layer_has_its_row() -> None:
     """A value that says where it was published stands in the table under that layer, or under one
     that it goes with."""
