@@ -42,6 +42,11 @@ def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def path_alone(run_dir: Path, columns: int | None) -> str:
+    """Stands in for the summary of a run that trained nothing."""
+    return str(run_dir)
+
+
 @pytest.mark.wide
 def test_the_run_is_that_of_the_command_line() -> None:
     """Tries a file and a dict, in an event loop and out of it, and a resume in the same process."""
@@ -127,7 +132,7 @@ def test_no_event_loop_runs_where_the_run_is(monkeypatch: pytest.MonkeyPatch) ->
         return Path("run")
 
     monkeypatch.setattr("megatron_stare.train.train", trains)
-    monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", str)
+    monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", path_alone)
 
     async def cell() -> Path:
         return megatron_stare.run(QUICKSTART)
@@ -189,7 +194,7 @@ def test_a_file_that_was_edited_between_two_runs_is_read_anew(
         return Path("run")
 
     monkeypatch.setattr("megatron_stare.train.train", trains)
-    monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", str)
+    monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", path_alone)
     for answer in (1, 250):
         file.write_text(f'def lookup() -> int:\n    """Looks it up."""\n    return {answer}\n')
         megatron_stare.run(QUICKSTART)
@@ -239,7 +244,7 @@ def test_values_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         return Path("run")
 
     monkeypatch.setattr("megatron_stare.train.train", trains)
-    monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", str)
+    monkeypatch.setattr("megatron_stare.observability.metrics.figures.closing", path_alone)
     sections = {"defaults": [QUICKSTART], "run": {"name": "1e3"}, "model": {"path": Path("m")}}
     megatron_stare.run(sections, {"data.eval_path": Path("e")}, from_step=4, **{"run.steps": 5})
     ((config, rest),) = seen
@@ -278,7 +283,7 @@ def trains(config, **rest):
     return Path("run")
 
 import megatron_stare.observability.metrics.figures as figures
-figures.closing = str
+figures.closing = lambda run_dir, columns: str(run_dir)
 sys.modules["megatron_stare.train"] = types.SimpleNamespace(train=trains)
 assert "huggingface_hub.constants" not in sys.modules
 before = dict(os.environ)
