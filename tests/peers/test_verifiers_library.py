@@ -40,6 +40,7 @@ from megatron_stare.rollout.sources.under_way import ResponseCut
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import others_environments
+from others_environments import call
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("verifiers")
@@ -116,10 +117,6 @@ class Policy:
 
     async def call(self, tool: Any, request: Any, *, idempotent: bool = False) -> Any:
         raise AssertionError("the library calls its tools itself")
-
-
-def call(tool: str, /, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
 def play(environment: Environment, of: Sequence[Prompt], right: bool) -> list[Trajectory]:
