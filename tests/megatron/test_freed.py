@@ -19,7 +19,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 
 pytestmark = pytest.mark.distributed
-RUNS = 3
+RUNS = 4
 
 
 def left_by_trainers(rank: int, init: str, config: Config) -> tuple[int, list[int]]:
@@ -66,5 +66,6 @@ def test_a_closed_trainer_is_freed(
     config = Config.model_validate(tree)
     for kept, threads in ranks.run(left_by_trainers, config.parallel.world_size, config):
         assert kept == 0
-        # a thread of the group that was just closed may still be ending when it is counted
-        assert min(threads[1:]) <= threads[0]
+        # A thread of the group that was just closed may still be ending when it is counted, so two
+        # counts stand for each half. One thread a run left behind makes the second half larger.
+        assert min(threads[2:]) <= min(threads[:2])
