@@ -433,15 +433,15 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     for seed in seeds:  # bonus ends best
         runs[f"t, grpo, seed {seed}"]["entropy by 5 steps"] = [0.5, 0.3]
     said = outcome.before_the_change(told, "t")[0]
-    assert "entropy is highest with GRPO (0.50" in said
-    assert "pass@1 is highest with entropy bonus, whose entropy was only 0.40" in said
+    assert "GRPO had the highest entropy (0.50 nats), and entropy bonus had only 0.40" in said
+    assert "entropy bonus reached the highest final pass@1" in said
     assert outcome.beyond(told) == []  # of the rates afterwards one is better
     runs |= {
         f"afterwards, t, grpo, lr {lr}, seed {seed}": {"pass@1": 0.1 * lr, "seconds": 1.0}
         for lr in (1, 2)
         for seed in (0, 1)
     }
-    assert outcome.beyond(told)[0].endswith("reached a pass@1 of only 0.10 and 0.20.")
+    assert outcome.beyond(told)[0].endswith("were worse: pass@1 was 0.10 and 0.20.")
     assert outcome.judged(told) == {"right": 1, "wrong": 1, "undecided": 1}
     assert "pass@1 of 0.50 with GRPO, 0.73 with entropy bonus." in outcome.conclusions(told)[0]
     assert "with DAPO or 20-Entropy does not differ" in outcome.conclusions(told)[1]

@@ -126,8 +126,8 @@ HEAD = (
 )
 AHEAD = (
     "The predicted time of a step is the sum of its phases' seconds. If rollouts run one step"
-    " ahead of training, the sum counts only the slower of the two: either the rollout, or"
-    " log-probs and update."
+    " ahead of training, they overlap with log-probs and update. Only the longer of these two"
+    " times is then added."
 )
 
 
@@ -201,9 +201,9 @@ def _cause(row: Published, step: Step) -> list[str]:
     return [
         "",
         f'The prediction for "{row.name}" is off by more than {CLAIMED:.0%}. NVIDIA did not publish'
-        " whether its run recomputed activations, but NVIDIA's current recipe recomputes them. If"
-        f" NVIDIA's run did not recompute activations, its predicted step takes"
-        f" {kept.seconds:.1f} s ({_off(row.seconds, kept.seconds)} from the published time).",
+        " whether its run recomputed activations, but NVIDIA's current recipe recomputes them. "
+        f" Without recomputation, the predicted step takes {kept.seconds:.1f} s"
+        f" ({_off(row.seconds, kept.seconds)} from the published time).",
     ]
 
 

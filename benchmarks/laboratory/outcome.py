@@ -209,8 +209,9 @@ def before_the_change(told: Mapping[str, Any], task: str) -> list[str]:
         return []
     return [
         "Entropy alone does not decide how well a policy recovers. Just before the right answers"
-        f" change, entropy is highest with {spoken(most)} ({held[most]:.2f} nats), but final pass@1"
-        f" is highest with {spoken(best)}, whose entropy was only {held[best]:.2f} nats."
+        f" changed, {spoken(most)} had the highest entropy ({held[most]:.2f} nats), and"
+        f" {spoken(best)} had only {held[best]:.2f} nats. Nevertheless, {spoken(best)} reached the"
+        " highest final pass@1."
     ]
 
 
@@ -310,9 +311,9 @@ def conclusions(told: Mapping[str, Any]) -> list[str]:
             )
         if found := [arm for arm in of_task if not clear[task, arm]]:
             lines.append(
-                f"On task `{task}`{TASKS.get(task, '')}, the trained model's pass@1 with"
-                f" {' or '.join(map(spoken, found))} does not differ significantly from that with"
-                f" {NAMES[base]}."
+                f"On task `{task}`{TASKS.get(task, '')}, no significant difference from {NAMES[base]}"
+                f" was found in the trained model's pass@1, neither with"
+                f" {' nor with '.join(map(spoken, found))}."
             )
     return lines
 
@@ -357,8 +358,7 @@ def beyond(told: Mapping[str, Any]) -> list[str]:
         if means and max(means) < fmean(values(told, task, base, "pass@1")):
             lines.append(
                 f"On task `{task}`, {NAMES[base]} did best with the lowest of its planned learning"
-                f" rates. Still lower learning rates, tried later for {NAMES[base]} on task"
-                f" `{task}`, reached a pass@1 of only"
+                f" rates. Even lower learning rates were tried later, and were worse: pass@1 was"
                 f" {' and '.join(f'{mean:.2f}' for mean in means)}."
             )
     return lines
@@ -394,8 +394,8 @@ def section(told: Mapping[str, Any]) -> list[str]:
         "",
         "On the trained model, a difference between two methods' pass@1 counts as significant if"
         f" the p value of a sign-flip test is below {plan['level']} and the mean difference is at"
-        f" least {plan['least']}. The p values of the trained model's differences are"
-        " corrected by Holm's method.",
+        f" least {plan['least']}. These p values are corrected for the number of"
+        " comparisons by Holm's method.",
         "",
         "![Reward and entropy by step](pictures/laboratory/trained.svg)",
         "",

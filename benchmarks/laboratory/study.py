@@ -117,11 +117,10 @@ large model was trained.**
 ## Results
 
 Each row of the first table sums up one [grid of experiments](#how-it-was-measured) in toy worlds.
-The first table names a method if its pass@1 is significantly higher than GRPO's, or significantly
-lower, in at least half of a grid's experiments. The number behind a method's name is the mean
-difference between the method's pass@1 and GRPO's. The first table leaves out methods whose pass@1
-differs from GRPO's by less than {least} on average. The [list of methods](#methods) explains the
-methods' names.
+A method is in the column "higher pass@1" if its pass@1 is significantly higher than GRPO's in at
+least half of the grid's experiments, and correspondingly in "lower pass@1". The number after a
+method's name is the mean of its pass@1 minus GRPO's. The first table leaves out methods whose
+number is closer to 0 than {least}. The [list of methods](#methods) explains the methods' names.
 """
 CHOOSING = """\
 ## How to choose
@@ -129,15 +128,15 @@ CHOOSING = """\
 TARGETS = """\
 The next table ranks methods by two measures other than pass@1. A method's score counts the
 experiments in which it is significantly better than GRPO, and subtracts those in which it is
-significantly worse. The table of scores names only the methods with the highest score per
-experiment.
+significantly worse. The score is divided by the number of experiments. For each measure, the table
+names only the methods with the highest result.
 """
 SETTINGS = """\
 The next table shows pass@1 and final entropy for each value of a STARE setting, as means over
 experiments. [STARE](algorithms/stare.md) defines the weights W and M and the share P of rare
 tokens. The table of STARE settings uses P = 0.3, except in the row that varies P. The table of
-STARE settings shows whether a larger value helps, but its best values, such as a target in nats, do
-not carry over to other models. `megatron-stare suggest` suggests an entropy target from
+STARE settings shows whether a larger value helps. A best value in toy worlds, such as a target in
+nats, is not the best value for another model. `megatron-stare suggest` suggests an entropy target from
 a run's first steps ([tuning](tuning.md)).
 """
 UNKNOWN = """\
@@ -165,14 +164,14 @@ entropy, expected reward and pass@k are exact.
 
 **Coupling.** When a network trains on one prompt, its answers to other prompts change too. A toy
 world imitates this effect: it replaces a share of each prompt's gradient by the mean gradient of
-all prompts. This share is called the coupling. The coupling is 0.5 in most grids of experiments,
-0.9 in `clip_updates`, and varies in `coupling` and `hard_prompts`.
+all prompts. This share is called the coupling. Most grids of experiments have a coupling of 0.5,
+and `clip_updates` has 0.9. The grids `coupling` and `hard_prompts` compare several couplings.
 
 **Grids of experiments.** A grid of experiments varies two settings, for example the learning rate
 and the entropy target, with one experiment for each combination of values. In each experiment, all
-methods train in the same {seeds} random worlds with the same random numbers. If two compared
-methods ignore one of a grid's two settings, several experiments repeat the same training and count
-as one experiment.
+methods train in the same {seeds} random worlds with the same random numbers. Some
+methods do not have both settings that a grid varies. A comparison of two such methods then has the
+same result in several experiments, which count as one.
 
 The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
 compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best
@@ -190,14 +189,14 @@ method of every experiment, the counts for pass@64, and further tables of the tr
   M = 0.2 and P = 0.3.
 - STARE C2 with adaptive weights starts with W = 2, M = 0.2 and P = 0.3, and then keeps W between 1
   and 3, and M between 0.05 and 1.
-- STARE C2 with critical surprisal is an experimental variant that is not part of this project. With
-  critical surprisal, a token is rare if its surprisal is above the critical surprisal of its state.
+- STARE C2 with critical surprisal is an experimental variant that is not part of this project. Each
+  state of a world has a critical surprisal, and a token counts as rare if its surprisal is higher.
   STARE C2 with critical surprisal has the weights W = 2 and M = 0.2.
 - DAPO's higher clip limit has no effect if each batch has only one update. Only the grid of
   experiments `clip_updates` has several updates per batch.
-- 20-Entropy divides its loss by the number of tokens that it keeps. At the same learning rate,
-  20-Entropy therefore changes the policy about five times as much for each kept token as other
-  methods do.
+- 20-Entropy keeps a fifth of the tokens, and divides its loss by the number of kept tokens. With
+  the same learning rate, a kept token therefore changes the policy about five times as much as with
+  other methods.
 - DG multiplies each token's loss by a weight between 0 and 1, so DG changes the policy less than
   other methods do.
 - Clip_V removes up to one token per step from the loss. One token is a far larger share of a batch
@@ -445,8 +444,8 @@ def choices(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         lines += [
             "",
             *wrapped(
-                f"In the toy worlds, STARE with {said} reaches a higher pass@1, and ends with lower"
-                " entropy."
+                f"In the toy worlds, {said} raises STARE's pass@1. The final entropy is then lower,"
+                " not higher."
             ),
         ]
     return lines
@@ -573,7 +572,7 @@ def entropy_alone(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
         named = " and ".join(spoken(each) for each in more)
         said.append(
             "More entropy alone does not raise pass@1. In the grids of experiments `bands` and"
-            f" `coupling`, in which the reward is fixed, {named} end with at least"
+            f" `coupling`, the reward is fixed. There, {named} end with at least"
             f" {min(more.values()):.2f} nats more entropy than GRPO, but with a lower pass@1."
         )
     if less:
@@ -656,16 +655,16 @@ def fall(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     said = []
     if never:
         said.append(
-            "In the grid of experiments `critical_weight`, a small update of a toy policy lowers"
-            f" the policy's entropy at every tested weight W (up to {largest:g}) with these"
-            f" variants of STARE: {'; '.join(name.removeprefix('STARE ') for name in never)}."
+            "The grid of experiments `critical_weight` measures one small update of a toy policy"
+            f" for weights W up to {largest:g}. Some variants of STARE lower the policy's entropy"
+            f" with every W: {'; '.join(name.removeprefix('STARE ') for name in never)}."
         )
     for name, found in at.items():
         if "none" not in found:
             said.append(
-                f"With {name}, a small update no longer lowers a toy policy's entropy if the"
-                f" weight W exceeds a limit between {min(found, key=float)} and"
-                f" {max(found, key=float)}."
+                f"With {name}, the small update lowers entropy for small W and raises it for large"
+                f" W. The change happens between W = {min(found, key=float)} and"
+                f" W = {max(found, key=float)}, depending on the experiment."
             )
     return said
 

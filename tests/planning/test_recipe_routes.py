@@ -26,7 +26,7 @@ def tool() -> ModuleType:
 
 TOOL = tool()
 EXPECTED = {  # refused: the setting and words of the reason
-    (True, "distributed"): ("sglang.sync", "two ranks of one NCCL group on one GPU"),
+    (True, "distributed"): ("sglang.sync", "two ranks have the same GPU"),
     (False, "tensor"): ("sglang.sync", "does not see the trainer's GPUs"),
 }
 

@@ -230,7 +230,7 @@ def test_servers_that_are_attached_to_or_on_several_nodes_are_sent_bytes_on_cpus
     ("device", "colocated", "sync", "message"),
     [
         ("cuda", True, "tensor", None),
-        ("cuda", True, "distributed", "two ranks of one NCCL group on one GPU"),
+        ("cuda", True, "distributed", "two ranks have the same GPU"),
         ("cuda", True, "disk", None),
         ("cuda", False, "tensor", "does not see the trainer's GPUs"),
         ("cuda", False, "distributed", None),

@@ -294,8 +294,8 @@ def _check_nodes(config: Config, options: ServerOptions) -> None:
 
     if options.nodes > 1 and asked.sync == "tensor" and options.device == "cuda":
         raise ConfigError(
-            "sync=tensor sends handles of GPU memory, which ranks of another node cannot open, and"
-            f" every server is on {options.nodes} nodes",
+            "the value tensor makes the trainer send handles of its GPU memory, which ranks on"
+            f" another node cannot open, and every server is on {options.nodes} nodes",
             where="sglang.sync",
             fix="use disk" if asked.colocated else "use distributed or disk",
         )
@@ -309,15 +309,15 @@ def check_sync(config: Config) -> None:
         return
     if asked.sync == "tensor" and not asked.colocated:
         raise ConfigError(
-            "sync=tensor sends handles of the trainer's GPU memory. A server with its own GPUs does"
-            " not see the trainer's GPUs, so it cannot open the handles",
+            "the value tensor makes the trainer send handles of its GPU memory. A server with its"
+            " own GPUs cannot open them, because it does not see the trainer's GPUs",
             where="sglang.sync",
             fix="use distributed or disk, or sglang.colocated=true",
         )
     if asked.sync == "distributed" and asked.colocated:
         raise ConfigError(
-            "with sglang.colocated, a rank of the trainer and a rank of a server share a GPU, and"
-            " NCCL refuses two ranks of one NCCL group on one GPU",
+            "NCCL refuses groups in which two ranks have the same GPU. With sglang.colocated, each"
+            " rank of a server shares its GPU with a rank of the trainer",
             where="sglang.sync",
             fix="use tensor or disk, or give the servers GPUs of their own: sglang.colocated=false",
         )
