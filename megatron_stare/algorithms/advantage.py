@@ -19,8 +19,9 @@ def group_advantages(
     eps: float = 1e-6,
     number: int | None = None,
 ) -> Tensor:
-    """Returns each response's advantage (r - mean) / (std + eps). Here r is the response's reward,
-    and mean and std are taken over the rewards of its prompt group. Source: GRPO, arXiv 2402.03300.
+    """Returns the advantage (r - mean) / (std + eps) of each response, where r is the response's
+    reward. The mean and the standard deviation `std` are computed over the rewards of the
+    response's prompt group. Source: GRPO, arXiv 2402.03300.
 
     Args:
         rewards: [B] float64.

@@ -10,10 +10,10 @@ needs no quantile, no gate and no collective operation. The paper does not clip 
 paper, p is the probability of the sampled token under the policy that is being updated. The setting
 `statistics.surprisal: current` uses the paper's p. By default, p comes from the log-prob pass, and
 differs from the paper's p only if a batch gets several updates. The setting `entropy_target` is not
-in the paper. With `entropy_target`, the weights act only while the mean entropy of the batch is
-below the target. While the mean entropy is at or above the target, every token has the weight 1/2.
-While the entropy is below the target, the weights have a mean near 1/2. The size of a step
-therefore hardly changes when the entropy reaches the target.
+in the paper. With `entropy_target`, DG uses the weight w only while the mean entropy of the batch
+is below the target. While the mean entropy is at or above the target, every token has the weight
+1/2. The weights w of a batch have a mean near 1/2. The size of a step therefore hardly changes when
+the entropy reaches the target.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class Dg(Steered):
 
     `eta`: the temperature of the weights. The smaller `eta` is, the closer the weights are to 0 or
         1.
-    `entropy_target`: an entropy in nats. The weights act only while the mean entropy of the batch
-        is below `entropy_target`. If `entropy_target` is null, the weights always act.
+    `entropy_target`: the target entropy in nats, or null. DG uses the weight w = sigmoid(A s / eta)
+        of each token only while the mean entropy of the batch is below `entropy_target`. Otherwise,
+        every token has the weight 1/2. If `entropy_target` is null, DG uses the weights w in every
+        step.
     """
 
     weight_metric: ClassVar[str] = "dg/weight"

@@ -11,9 +11,10 @@ _WORD = 2**64
 
 
 def uniform(seed: int, step: int, index: Tensor) -> Tensor:
-    """Returns a float32 tensor [N] with one random number in [0, 1) for each token. Each random
-    number has 24 random bits. Each random number is a counter hash (splitmix64) of the seed, the
-    step and the token's canonical `index` [N] int64."""
+    """Returns one random number in [0, 1) for each token, a float32 tensor [N]. Each random number
+    has 24 random bits. The random number of a token is a counter hash (splitmix64) of the seed, of
+    the step and of the token's index in the canonical order of the whole batch. The argument
+    `index`, [N] int64, contains these indices."""
     salt = _mix(_mix(seed) + step)
     z = index * _signed(_GOLDEN) + _signed(salt)  # int64 arithmetic wraps, on CPU and GPU alike
     z = (z ^ _shift(z, 30)) * _signed(_MIX1)

@@ -1,6 +1,6 @@
 """EntroPIC (arXiv 2511.15248) steers the entropy with a proportional-integral controller. The
-controller changes the weights of tokens in right and wrong answers, but only if a token has a high
-probability.
+controller's output alpha changes the weights of probable tokens only. A token is probable if its
+probability p is above a bound.
 
     e = H - target        alpha = clip(K_p e + K_i sum of e, -1, 1)
     on tokens with p > bound: w = 1 + alpha where A > 0, w = 1 - alpha where A < 0; else w = 1

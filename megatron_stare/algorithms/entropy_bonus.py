@@ -5,8 +5,9 @@ the entropy H. The coefficient c is fixed, or adjusted so that the entropy reach
     step k uses      c_k if the entropy was below target after step k - 1, else 0
     afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
 
-As in the Skywork-OR1 paper, the entropy of a step changes the coefficient of the next step. The
-first step uses the initial coefficient.
+The entropy H_k of step k changes the coefficient that step k + 1 uses. The entropy H_k does not
+change the coefficient of step k itself. The Skywork-OR1 paper uses the same order. The first step
+uses the initial coefficient.
 """
 
 from __future__ import annotations

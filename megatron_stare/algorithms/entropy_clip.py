@@ -144,11 +144,12 @@ class ClipB(Grpo):
 class ClipV(Grpo):
     """Settings of Clip_V.
 
-    `mu`: a token of negative advantage is a candidate for removal if its negated entropy
-        sensitivity -Phi exceeds `mu` times the standard deviation of Phi.
-    `max_share`: Clip_V removes at most this share of all tokens. Clip_V removes candidates in
-        descending order of their negated entropy sensitivity -Phi. If there are candidates, Clip_V
-        removes at least one.
+    `mu`: a threshold for the entropy sensitivity Phi of a token (sensitivity.py). A token with
+        negative advantage is a candidate for removal if -Phi is larger than `mu` times the standard
+        deviation of Phi.
+    `max_share`: the largest share of all tokens that Clip_V removes. If there are more candidates,
+        Clip_V removes the candidates with the lowest Phi. If there is at least one candidate,
+        Clip_V removes at least one token, even if one token is a larger share than `max_share`.
     """
 
     aggregation: Aggregation = "token_mean"

@@ -28,7 +28,9 @@ class Filter(Protocol):
         removes."""
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """Returns requests for statistics over the tokens that earlier filters kept."""
+        """Returns requests for the statistics that this filter needs. The loss mask of `batch`
+        contains only the tokens that all earlier filters kept. The requested statistics cover only
+        tokens in this loss mask."""
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
         """Returns the mask of the tokens that stay in the loss, [N] bool. Returns None if `known`
@@ -48,8 +50,9 @@ class Narrowed:
 
 
 def narrow(filters: Iterable[Filter], batch: TokenBatch, known: Statistics) -> Narrowed:
-    """Applies the filters in order. Stops at the first filter whose statistics are not in
-    `known`."""
+    """Applies the filters in order. If `known` lacks a statistic that a filter needs, `narrow`
+    stops at this filter. The result then contains the filter's requests, and the result's field
+    `complete` is False."""
     kept, counted = batch, batch.loss_mask
     asked: dict[str, Request] = {}
     for each in filters:

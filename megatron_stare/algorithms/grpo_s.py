@@ -11,8 +11,9 @@ sum covers all wrong responses to the prompt.
     A = (r - mean) / std over the prompt group
     J = mean_i min(w A, clip(w) A),        w_i = mean_t rho_{i,t}
 
-The ratio w of a response is the arithmetic mean of the response's token ratios (eq. 11). The
-setting `ratio: geometric` uses the geometric mean of appendix C.
+The importance ratio w_i of response i is the arithmetic mean of the token ratios rho_{i,t} over the
+tokens t of the response (eq. 11 of the paper). With the setting `ratio: geometric`, w_i is the
+geometric mean of the token ratios, as in appendix C of the paper.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ class GrpoS(Clipped):
 
     def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """Returns two tensors: the shaped rewards, [B] float64, and a mask over the responses, [B]
-        bool. The mask is True for a response if its reward enters the baseline of the advantages
-        and the filters keep at least one of its tokens."""
+        bool. The mask is True for each response that meets two conditions: the response is part of
+        the baseline of the advantages, and at least one token of the response passes all
+        filters."""
         length = tensor(statistics, "grpo_s/length")
         counted, groups = length > 0, _whole(batch.groups)
         correct = _whole(batch.rewards) >= self.correct_from
@@ -103,9 +105,10 @@ class GrpoS(Clipped):
         return (reward if batch.penalties is None else reward + batch.penalties), counted
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns each response's advantage (r - mean) / (std + eps), [B] float64. Here r is the
-        shaped reward, and mean and std are taken over the prompt group. The variance is divided by
-        the number n of responses, not by n - 1."""
+        """Returns the advantage (r - mean) / (std + eps) of each response, [B] float64, where r is
+        the shaped reward of the response. The mean and the standard deviation `std` are computed
+        over the shaped rewards of the response's prompt group. The divisor of the variance is the
+        number n of responses, not n - 1."""
         reward, counted = self.shaped(batch, statistics)
         groups = _whole(batch.groups)
         return group_advantages(

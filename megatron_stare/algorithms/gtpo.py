@@ -16,18 +16,19 @@ and so is the mean advantage over the wrong tokens. With 'separate', correct tok
 no higher mean advantage than wrong tokens, and the policy learns only from the entropy. The
 default, 'joint', takes mean and std over all tokens. With 'joint', the mean advantage is positive
 over a prompt's correct tokens and negative over the prompt's wrong tokens. Still, 'joint' can give
-a token an advantage of the wrong sign. If few tokens are wrong, correct tokens with a small share
-of the entropy get a negative advantage, because the overall mean lies near the mean of the correct
-tokens. If few tokens are correct, wrong tokens with a small share of the inverse entropy get a
-positive advantage.
+a token an advantage of the wrong sign. If almost all tokens are correct, the overall mean reward is
+close to the mean reward of the correct tokens. A correct token of low entropy can then have a
+reward below the overall mean, and thus a negative advantage. If almost all tokens are wrong, the
+overall mean reward is close to the mean reward of the wrong tokens. A wrong token of high entropy
+can then have a reward above the overall mean, and thus a positive advantage.
 
-Tokens that are normalised together get advantage 0 if their rewards differ only by rounding errors,
-because dividing by a tiny std would turn rounding errors into advantages of several units. For
-example, if a prompt has only one correct response, 'separate' gives each token of this response the
-share 1, so the rewards of these tokens differ only by rounding errors. This file takes the paper's
-words "Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. The setting
-`entropy_clamp` clamps the entropy itself, which is the literal meaning of the paper's words
-"Entropy clipped".
+Tokens that are normalised together get advantage 0 if their rewards differ only by rounding errors.
+Otherwise, division by a tiny std would turn the rounding errors into advantages of several units.
+For example, suppose that a prompt has only one correct response. Each token of this response is
+then the only correct token at its position, so H / sum H is 1. With 'separate', the rewards of the
+tokens of this response therefore differ only by rounding errors. This file takes the paper's words
+"Entropy clipped at 0.2 and 0.28" to mean DAPO's clip bounds of the ratio. In a literal reading of
+these words, the entropy itself is clipped. The setting `entropy_clamp` clamps the entropy itself.
 """
 
 from __future__ import annotations
@@ -130,9 +131,10 @@ class Gtpo(Clipped):
         return reward if batch.penalties is None else reward + batch.penalties[batch.sequence]
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns each token's advantage (r - mean) / (std + eps), [N] float64. Here r is the
-        token's reward. The standard deviation divides by the number n of tokens, not by n - 1. An
-        advantage is 0 if the standard deviation results from rounding errors alone."""
+        """Returns the advantage (r - mean) / (std + eps) of each token, [N] float64, where r is the
+        token's reward. The divisor of the variance is the number n of tokens, not n - 1. If the
+        standard deviation std is so small that rounding errors alone could cause it, the advantage
+        is 0."""
         side, _ = self._sides(batch)
         number = tensor(statistics, "gtpo/number").clamp_min(1)
         variance = tensor(statistics, "gtpo/squares") / number

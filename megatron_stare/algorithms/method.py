@@ -75,11 +75,11 @@ class Method(ABC):
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """Returns a sentence that says why the method needs the old log-probs or entropies of the
-        log-prob pass. Returns None if the method can do without the log-prob pass. A gate for the
-        whole batch can use the entropies of the training pass instead of the entropies of the
-        log-prob pass. A method with a gate for the whole batch can therefore do without the
-        log-prob pass if no other part of the method needs the log-prob pass.
+        """Returns the reason why the method needs the log-prob pass, as text for an error message.
+        Returns None if the method can do without the log-prob pass. For example, a method needs the
+        log-prob pass if its loss reads entropies that must be known before the training pass. A
+        gate for the whole batch is not such a reason, because this gate can use the entropies of
+        the training pass.
 
         A run can skip the log-prob pass (`statistics.gate: lagged`) only if `reads_log_prob_pass`
         is None. A run without the log-prob pass makes one update per rollout batch. Without the
@@ -194,9 +194,9 @@ class Method(ABC):
         loss. The factor is 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns a tensor [N] int8 with the code of each token's token set. The property `selects`
-        lists the method's token sets. The codes of the token sets are meant for diagnostics and for
-        people who read responses.
+        """Returns one code per token, a tensor [N] int8. The code of a token stands for the token
+        set that contains the token. The property `selects` lists the method's token sets. The codes
+        are meant for diagnostics and for people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of
         negative advantage. Code 2 is U+, the common tokens of positive advantage, and -2 is U-, the

@@ -84,11 +84,12 @@ class PolicyGradient(Method):
     `aggregation`: the rule that turns token losses into one number (see aggregate.py).
     `length_norm`: the constant L_max, in tokens, of the two 'dr_grpo' aggregations.
     `truncated`: the treatment of responses that are cut off at the length limit (see shaping.py).
-    `equal_groups`: the treatment of prompt groups in which all rewards are equal. With 'keep', the
-        tokens of prompt groups with equal rewards count in the loss, in N (the divisor of the loss)
-        and in entropies. With 'mask', the loss, its divisor N and the entropies leave out the
-        tokens of prompt groups with equal rewards. The setting 'mask' acts like Skywork-OR1's code,
-        which drops prompt groups with equal rewards and does not refill the batch.
+    `equal_groups`: the treatment of prompt groups in which all rewards are equal. 'keep' treats
+        these prompt groups like all other prompt groups: the loss, its divisor N and the mean
+        entropies include the tokens of these groups. 'mask' excludes the tokens of these prompt
+        groups from the loss, from its divisor N and from the mean entropies. The setting 'mask'
+        acts like Skywork-OR1's code, which drops prompt groups with equal rewards and does not
+        refill the batch.
     `overlong`: DAPO's soft overlong punishment, or null.
     `length_penalty`: Group Relative Overlong Punishment (GROP), or null.
     `correction`: the importance correction from the rollout policy to the training policy, or null.
@@ -220,11 +221,13 @@ class PolicyGradient(Method):
         return {}
 
     def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
-        """Returns a bool tensor [N] that is True for the tokens that have a loss. A token has a
-        policy loss if the filters kept the token and the token's correction weight is above 0.
+        """Returns a bool tensor [N] that is True for every token that contributes to the loss. A
+        token has a policy loss if the filters kept the token and the token's correction weight is
+        above 0.
 
-        If the method has a KL term or an entropy bonus, all tokens in the denominator of the loss
-        have a loss, because these terms also act on tokens without policy loss.
+        Without a KL term and an entropy bonus, only tokens with a policy loss contribute. With a KL
+        term or an entropy bonus, a token contributes if the denominator of the loss counts the
+        token. The KL term and the entropy bonus also apply to tokens that have no policy loss.
         """
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted

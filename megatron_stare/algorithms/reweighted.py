@@ -95,7 +95,8 @@ class Steered(Reweighted):
 
 
 def weight_metric(method: str, healthy: str) -> Metric:
-    """Defines the metric of a method's mean weight."""
+    """Defines the metric METHOD/weight, which logs the mean of the token weights. `healthy`
+    describes the values of the metric in a healthy run."""
     return Metric(f"{method}/weight", "factor", "mean of the weights", healthy)
 
 

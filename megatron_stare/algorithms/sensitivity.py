@@ -5,10 +5,11 @@ Let A be the advantage of a sampled token, let one_hot(a) be the one-hot vector 
 token, and let p be the vector of all token probabilities at the position of the sampled token.
 Suppose that a step of size eta adds the vector eta A (one_hot(a) - p) to the logits at this
 position. The entropy H at the token's position then changes at the rate dH/deta = -A Phi(a). Phi(a)
-is the rate at which H falls if the advantage is 1. In the formulas of Phi(a) and s, p is the
-probability of the sampled token.
+is the rate at which H falls if the advantage is 1. In the formulas below, the number p is the
+probability of the sampled token, and p_v is the probability of vocabulary entry v.
 
-    Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
+    Phi(a) = p (ln p + H) - S2
+    S2 = sum_v p_v^2 (ln p_v + H) = sum_v p_v^2 ln p_v + H sum_v p_v^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
 
 A token is common if its surprisal s is below the critical surprisal s*, and rare if s is above s*.

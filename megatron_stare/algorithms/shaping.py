@@ -131,7 +131,7 @@ def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Ten
 def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     """Returns a bool mask [G] with one entry per prompt group. A group's entry is True if at least
     two responses of the group have different values in `values` [B]. The function compares only
-    responses for which the mask `counted`, [B] bool, is True. DAPO's dynamic sampling drops a group
-    if all responses of the group have the same reward."""
+    responses for which the mask `counted`, [B] bool, is True. DAPO's dynamic sampling (arXiv
+    2503.14476) drops the prompt groups in which all rewards are equal."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     return ~all_equal(values.to(torch.float64), groups, counted, number)

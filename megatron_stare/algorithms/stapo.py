@@ -1,13 +1,14 @@
-"""STAPO (arXiv 2602.15620) silences spurious tokens, which are improbable tokens that a correct
-answer contains by accident.
+"""STAPO (arXiv 2602.15620) silences spurious tokens, which means that these tokens leave the loss.
+A spurious token is an improbable token that a correct answer contains by accident.
 
     I = 0 if A > 0 and p < tau_p and H < tau_h, else 1
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The candidates are the tokens with probability p < tau_p in correct responses. In v4 of the paper,
-the entropy threshold tau_h is the q-quantile of the entropy over all candidates in the batch. In v1
-of the paper, the entropy threshold tau_h is the q-quantile of the entropy over all tokens.
-Comparisons are strict. If there are no candidates, no token is silenced. No official code is known.
+A token is a candidate if its advantage A is positive and its probability p is below tau_p. In v4 of
+the paper, the entropy threshold tau_h is the q-quantile of the entropy over all candidates in the
+batch. In v1 of the paper, the entropy threshold tau_h is the q-quantile of the entropy over all
+tokens. Comparisons are strict. If a batch has no candidates, STAPO silences no token of the batch.
+No official code is known.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class SpuriousTokens:
 
     def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
         """Returns the mask of the tokens that are not silenced, [N] bool. If there are no
-        candidates, the entropy threshold tau_h is NaN, and no token is silenced."""
+        candidates, no token is silenced. In version 'v4', the entropy threshold tau_h is then
+        NaN."""
         # Compares float32 values, as the quantile was taken over float32; else the token at the
         # quantile could fall below it
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))

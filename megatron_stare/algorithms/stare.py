@@ -1,21 +1,24 @@
 """STARE (arXiv 2606.19236) reweights advantages by surprisal while its target-entropy gate is open.
 
 While the mean entropy of the batch is below the target, STARE rescales the advantages of the tokens
-that change the entropy most. Of the tokens with positive advantage, the share P with the highest
-surprisal forms L+. Of the tokens with negative advantage, the share P with the highest surprisal
-forms L-. A variant of STARE reweights L+, L- or both.
+that change the entropy most. L+ is the set of the tokens with positive advantage whose surprisal is
+highest. L- is the set of the tokens with negative advantage whose surprisal is highest. L+ and L-
+each contain a fraction P of all tokens with the same sign of the advantage. A variant of STARE
+reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The paper and this file take the quantile over the whole batch. The released code takes the quantile
-per micro-batch and rank. With `adaptive`, every step changes the factors W and M, even while the
-gate is closed. As in the paper and in the released code, W and M change before the loss of the same
-step, unless the gate is lagged. The module token_sets.py defines all operators of the paper's
-ablation. Some of the paper's operators act on tokens of U+ and U-. The tokens of U+ and U- are not
-rare. In the ablation, a gate per sample uses the mean entropy of the response, and a gate per token
-uses the entropy at the token.
+The paper and this file select the tokens of L+ and L- from the whole batch. The released code
+selects these tokens from each micro-batch of each rank separately. With `adaptive`, every step
+changes the factors W and M, even while the gate is closed. By default, a step changes W and M
+before the trainer computes the loss of the step. The paper and the released code use the same
+order. If `statistics.gate` is `lagged`, a step changes W and M after the trainer has computed the
+loss of the step. The module token_sets.py defines all operators of the paper's ablation. Some of
+the paper's operators act on tokens of U+ and U-. The tokens of U+ and U- are not rare. In the
+ablation, a gate per sample uses the mean entropy of the response, and a gate per token uses the
+entropy at the token.
 """
 
 from __future__ import annotations
@@ -125,15 +128,15 @@ class Stare(Grpo):
         other variants come from the paper's ablation. 'O2' multiplies the advantages of U+ by M,
         and 'O3' multiplies the advantages of U- by W. 'C1' combines O1 and O3, 'C3' combines O2 and
         O3, and 'C4' combines O2 and O4.
-    `share`: the share P. Among the tokens with positive advantage, L+ takes the share P with the
-        highest surprisal. Among the tokens with negative advantage, L- takes the share P with the
-        highest surprisal.
-    `rare_below`: a fixed probability bound for rare tokens, used instead of the share P. A token is
-        rare if its probability is below `rare_below`. If `rare_below` is null, a token is rare if
-        it belongs to the share P with the highest surprisal among the tokens whose advantage has
-        the same sign.
-    `common`: the tokens in U+ and U-. 'complement' takes all tokens that are not rare. 'bottom'
-        takes the share P with the lowest surprisal.
+    `share`: the fraction P. The size of L+ is P times the number of tokens with positive advantage,
+        rounded up. The size of L- is P times the number of tokens with negative advantage, rounded
+        up. Each set contains the tokens of its advantage sign whose surprisal is highest.
+    `rare_below`: a probability, or null. If `rare_below` is a probability, each token with a lower
+        probability is rare. If `rare_below` is null, the setting `share` determines which tokens
+        are rare.
+    `common`: the definition of U+ and U-. With 'complement', U+ and U- contain all tokens that are
+        not rare. With 'bottom', U+ and U- contain the tokens whose surprisal is lowest. With
+        'bottom', U+ is as large as L+, and U- is as large as L-.
     `amplify`: the factor W, which multiplies amplified advantages. The factor W must be at least 1.
     `attenuate`: the factor M, which multiplies attenuated advantages. The factor M must lie in (0,
         1].
@@ -265,8 +268,8 @@ class Stare(Grpo):
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns a tensor [N] int8 with the code of each token's token set. The codes do not
-        depend on the gate."""
+        """Returns one code per token, a tensor [N] int8. The code of a token stands for the token
+        set that contains the token. The codes do not depend on the gate."""
         found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
         for each in self.selects:
             found = torch.where(self.selection.members(each, kept, statistics), each.code, found)

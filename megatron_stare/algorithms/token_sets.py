@@ -70,8 +70,9 @@ _COMPOSED = {"C1": ("O1", "O3"), "C2": ("O1", "O4"), "C3": ("O2", "O3"), "C4": (
 
 
 def token_sets(variant: Variant) -> tuple[TokenSet, ...]:
-    """Returns the token sets that a variant reweights. A variant reweights at most one set with
-    positive advantages and at most one set with negative advantages."""
+    """Returns the token sets that a variant reweights. A variant reweights one or two token sets.
+    If a variant reweights two token sets, one set contains tokens with positive advantage, and the
+    other set contains tokens with negative advantage."""
     return tuple(_OPERATORS[operator] for operator in _COMPOSED.get(variant, (variant,)))
 
 
@@ -119,8 +120,8 @@ class Selection:
         return found.k if of.rare or self.common == "bottom" else found.n - found.k
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
-        """Returns the bound of the set, a surprisal in nats. The bound separates the set from the
-        other tokens of the same advantage sign. If the setting `share` determines which tokens are
+        """Returns a surprisal in nats, the bound between the tokens of the set and the other tokens
+        with the same sign of the advantage. If the setting `share` determines which tokens are
         rare, the bound is the surprisal of the least surprising rare token. If `common` is
         'bottom', the common tokens are the tokens with the lowest surprisals, and their bound is
         the highest surprisal of a common token."""

@@ -101,8 +101,9 @@ class TwentyEntropy(Grpo):
     `share`: rho, the share of tokens that are kept.
     `rule`: 'top_k' keeps exactly k tokens. 'quantile' keeps the tokens whose entropy is at or above
         the (1 - share)-quantile, with linear interpolation, as TRL does.
-    `candidates`: the tokens that compete to be kept. 'with_advantage' means the tokens with a
-        nonzero advantage. 'all' means all response tokens, as in the paper's text.
+    `candidates`: the tokens from which the filter selects the tokens to keep. 'with_advantage'
+        selects from the tokens with a nonzero advantage. 'all' selects from all response tokens, as
+        in the paper's text.
     `denominator`: 'kept' divides the loss by the number of kept tokens (the paper, eq. 6). 'all'
         divides the loss by the number of all tokens (TRL).
     """

@@ -87,8 +87,8 @@ _ours: frozenset[str] | None = None
 
 
 def node_address(interface: str | None) -> str:
-    """Returns this node's address on the given network interface. Returns the address that Ray uses
-    for this node if `interface` is None.
+    """Returns this node's address on the given network interface. If `interface` is None, returns
+    the address that Ray uses for this node.
 
     Raises:
         ConfigError: the interface does not exist.
@@ -177,8 +177,8 @@ class Actor:
             self._door = None
 
     def leave_in(self, folder: str) -> str:
-        """Creates a file in the folder and returns its path. Raises ConfigError if the file cannot
-        be created."""
+        """Creates an empty file with a random name in `folder`, and returns the path of the file.
+        Raises ConfigError if the file cannot be created."""
         file = Path(folder) / f"seen-{secrets.token_hex(8)}"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -216,8 +216,8 @@ class Actor:
 
 
 class RayPeers(Workers):
-    """Workers that another worker can call. Only the process that started the workers may end the
-    workers."""
+    """Workers that another worker can call. Only the process that started the workers can end
+    them."""
 
     def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
         self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
@@ -251,7 +251,8 @@ class RayPeers(Workers):
         return ray.put(value)
 
     def close(self) -> None:
-        """Does nothing, because only the process that started the workers may end them."""
+        """Does nothing. A RayPeers object only calls workers that another process has started. Only
+        this other process may end the workers."""
 
 
 class RayWorkers(RayPeers):
@@ -532,7 +533,8 @@ def cluster_nodes(resource: str) -> list[Node]:
 
 def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
     """Starts one actor on every live node. The actors reserve no resources and host no workers.
-    Returns the address of each live node, and the actors in the same order."""
+    Returns the addresses of the live nodes, and a RayWorkers with the actors. The i-th actor runs
+    on the node with the i-th address."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     spots = [
         {"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}

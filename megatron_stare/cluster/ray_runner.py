@@ -83,7 +83,8 @@ def build_replicas(
     engine: Callable[..., Any] = hosted_engine,
     part: Callable[..., Any] = hosted_part,
 ) -> None:
-    """Makes the workers of the replicas in their actors.
+    """Makes one worker for each replica, inside the actor on the replica's first node. If replicas
+    span several nodes, also makes one ReplicaPart inside each actor on the replicas' other nodes.
 
     Args:
         replicas: the actors on the replicas' first nodes.
@@ -149,7 +150,8 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
 def reserve(
     config: Config, awaited: Awaited | None = None, demand: Demand | None = None
 ) -> Reservation | None:
-    """Reserves the GPUs of a run. Returns None if the cluster has no GPUs.
+    """Reserves GPUs of the cluster for the trainer ranks and the replicas of a run. Returns None if
+    the cluster has no GPUs.
 
     Args:
         awaited: the rule by which a run that restarts after a loss waits for missing nodes. If

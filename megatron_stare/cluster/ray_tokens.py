@@ -27,8 +27,9 @@ def unset() -> frozenset[str]:
 
 
 def forget(names: frozenset[str]) -> None:
-    """Removes the variables that a Ray session has set, so that the process's next session chooses
-    anew. Ray keeps the values that it has read, so it must read them again."""
+    """Removes the environment variables `names`, which a Ray session may have set. Ray caches the
+    values of these variables, so `forget` also empties Ray's caches. The next Ray session of this
+    process can then decide anew whether to use token authentication."""
     for name in names:
         os.environ.pop(name, None)
     Config.initialize("")
@@ -36,10 +37,12 @@ def forget(names: frozenset[str]) -> None:
 
 
 def require_token() -> None:
-    """Makes sure that a Ray which this process is about to start finds a token. By default, Ray
-    writes a new token to ~/.ray/auth_token, and does not start if it cannot, as for a container's
-    user without a home. In this case the token is in the environment of this process and its
-    children alone. Does nothing if a variable of token authentication is set."""
+    """Makes sure that Ray finds a token when this process starts Ray. Does nothing if a variable of
+    token authentication is set or if the user already has a token. Otherwise, writes a new token to
+    ~/.ray/auth_token. The write fails, for example, in a container whose user has no home
+    directory. After a failed write, the token is only in the environment of this process and of its
+    child processes. Without a token, Ray itself would try the same write, and would not start if
+    the write failed."""
     loader = AuthenticationTokenLoader.instance()
     given = os.environ.keys() & {MODE, TOKEN, TOKEN_PATH}
     if given or loader.has_token(ignore_auth_mode=True):
@@ -52,12 +55,13 @@ def require_token() -> None:
 
 
 def authenticate(address: str) -> None:
-    """Switches on Ray's token authentication in this process and its children if the head at
-    `address` asks for a token. A head that a user started with `ray start` asks for a token if the
-    user has a token. By default, a run that starts Ray itself leaves a token in the user's file
-    ~/.ray/auth_token. By default, a cluster that scripts/ray_up.sh started neither asks for tokens
-    nor sends tokens. A driver with token authentication would refuse calls from a cluster that
-    sends no tokens, so no actor would start. Does nothing if RAY_AUTH_MODE is set."""
+    """Connects to the head of the Ray cluster at `address`. If the head requires a token, switches
+    on Ray's token authentication in this process and its child processes. By default, the command
+    `ray start` starts a head that requires a token if the user has a token. By default, a run that
+    starts Ray itself leaves a token in the user's file ~/.ray/auth_token. By default, a cluster
+    that scripts/ray_up.sh started neither asks for tokens nor sends tokens. A driver with token
+    authentication would refuse calls from a cluster that sends no tokens, so no actor would start.
+    Does nothing if RAY_AUTH_MODE is set."""
     if MODE in os.environ:
         return
     try:

@@ -254,8 +254,9 @@ class TrainerGroup:
         return found
 
     def write_tensors(self, entries: dict[str, Entry]) -> None:
-        """Makes the ranks write the policy's tensors to files. `entries` maps a tensor's name to
-        the tensor's place in a file."""
+        """Makes each rank write the tensors that `own_tensors` lists for this rank. The argument
+        `entries` maps the name of each tensor of the policy to the tensor's place in a file.
+        `own_tensors` must be called first."""
         self._workers.call("write_tensors", entries)
 
     @property

@@ -85,12 +85,15 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _terminal_width() -> int | None:
-    """Columns of the terminal; None where standard output is none, so that a row stays a line."""
+    """Returns the number of columns of the terminal. Returns None if standard output is not a
+    terminal, so that each row of the table stays on one line."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _fitted(lines: list[str], width: int | None) -> list[str]:
-    """Wraps the last column of a table under itself, unless that leaves it too narrow to read."""
+    """Wraps each line of a table to `width` columns. The wrapped text continues below the start of
+    the last column. If `width` is None or the last column would be too narrow to read, the lines
+    stay as they are."""
     indent = lines[0].index("reproduces")
     if width is None or width - indent < _NARROWEST:
         return lines

@@ -168,8 +168,8 @@ class RunFaults(Section):
 class SpikeGuard(Section):
     """Rule that decides whether a metric's value in a step is a spike. The distance between the
     value and the median is measured in units called spreads. One spread is 1.4826 times the median
-    absolute deviation of the metric over the preceding steps. For normally distributed values, a
-    spread equals the standard deviation."""
+    absolute deviation of the metric over the preceding steps. If the metric is normally
+    distributed, one spread is an estimate of the standard deviation of the metric."""
 
     action: Action = Field(
         "alert",

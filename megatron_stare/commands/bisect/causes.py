@@ -1,5 +1,6 @@
-"""Defines causes that can make a run's recorded metrics contradict the run's configuration, and
-changes that simulate these causes.
+"""Defines the causes that `megatron-stare bisect` considers if a run's recorded metrics seem to
+contradict the run's configuration. Also defines changes to a re-run of the run. Each change
+simulates one of the causes.
 
 A change can replace the gate, the random draws or the importance correction of an RL method. The
 change is applied to the method object after preflight, so that the rest of the run stays the same.
@@ -40,7 +41,8 @@ class Change:
     """Change to a re-run. The change simulates one of the causes in CAUSES.
 
     `name`: the name of the change, and of the folder of its re-run.
-    `says`: a description of the change, for messages.
+    `says`: words for messages that describe the re-run with this change, such as "the gate is open
+        in every step".
     `settings`: values that replace the run's settings in the re-run, by dotted key.
     `method`: a function that takes the RL method of the run and returns a changed RL method, or
         None. The function is called after the configuration is checked.
@@ -58,17 +60,18 @@ class Change:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A cause that no change to this run can simulate, and the reason why no change can simulate
-    the cause."""
+    """Cause that bisect cannot simulate in a re-run of this run. `why` is the reason in words, such
+    as "the method has no gate"."""
 
     cause: str
     why: str
 
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
-    """Returns two lists. The first list contains the changes that can be applied to a run with this
-    configuration and method. The second list contains a LeftOut for each cause that no change in
-    the first list simulates. The LeftOut gives the reason why no change simulates the cause."""
+    """Returns two lists. The first list contains all changes that bisect can make to a run with the
+    configuration `config` and the method `method`. The second list contains one LeftOut for each
+    cause in CAUSES that has no change in the first list. The LeftOut names the cause, and gives the
+    reason why the cause has no change."""
     kind = resolve_engine(config.rollout.engine)
     found = [
         *_gate(method),
@@ -309,7 +312,7 @@ def has_correction(method: Method) -> bool:
 
 
 def draws(method: Method) -> bool:
-    """Tells whether the method selects tokens by seeded random draws."""
+    """Tells whether the method selects tokens at random, with seeded random numbers (draw.py)."""
     return isinstance(method, ClipCov)
 
 

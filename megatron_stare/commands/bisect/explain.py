@@ -1,17 +1,26 @@
-"""Finds the change of configuration that explains why a run's recorded metrics (the record) differ
-from those of its repetition. The functions are pure, and their inputs are the metrics of the steps.
+"""Explains why a run's recorded metrics differ from the metrics of a re-run of the same steps. The
+functions are pure, and their inputs are the metrics of the steps.
 
-`explain` first checks whether the unchanged re-run reproduces the record. If the unchanged re-run
-reproduces the record, `explain` checks whether the record contradicts the configuration. If the
-unchanged re-run does not reproduce the record, `explain` compares every re-run with the record,
-step by step. For each re-run, `explain` counts the steps before the first step that differs from
-the record. A change explains the record if the re-run with this change has a higher count than the
-unchanged re-run. If no re-run has a higher count than the unchanged re-run, `explain` searches for
-a change that brings every figure (entropy, agreement and reward) close to the record. If the record
-is still not explained, `explain` checks the harmless changes, such as another layout. In a correct
-run, a harmless change alters the first step's metrics only by rounding errors. If the first step's
-metrics change by more than rounding errors, the run is not correct, and the change explains the
-record.
+The recorded metrics of the run are called the record. The unchanged re-run repeats the steps with
+the configuration of the run. Each other re-run repeats the steps with one change, which simulates a
+possible cause (causes.py). `explain` counts the equal steps of each re-run: the steps before the
+first step whose metrics differ from the record. `explain` then searches in this order:
+
+1. If the unchanged re-run reproduces the record, `explain` checks whether the record contradicts
+the configuration. If the record does not contradict the configuration, `explain` continues with
+number 4.
+
+2. If the unchanged re-run does not reproduce the record, `explain` finds the change whose re-run
+has the most equal steps. The change explains the record if its re-run has more equal steps than the
+unchanged re-run.
+
+3. If no re-run has more equal steps than the unchanged re-run, `explain` searches for a change that
+brings entropy, agreement and reward close to the record. Such a change explains the record.
+
+4. If no cause has been found so far, `explain` checks the harmless changes, such as another layout.
+In a correct run, a harmless change alters the metrics of the first step only by rounding errors. If
+a harmless change alters these metrics by more than rounding errors, the run is not correct, and the
+harmless change explains the record.
 """
 
 from __future__ import annotations
@@ -79,9 +88,9 @@ class Line:
         re-run, in standard errors.
     `missed`: for entropy, agreement and reward, the distance between this re-run and the record, in
         standard errors.
-    `breaks`: the names of the metrics whose values in the first step differ between this re-run and
-        the unchanged re-run by more than rounding errors. If the change is not marked as harmless,
-        `breaks` is empty.
+    `breaks`: names of metrics of the first step. A metric is in `breaks` if its value in this
+        re-run differs from its value in the re-run without a change, and if the difference is
+        larger than a rounding error. If the change is not marked as harmless, `breaks` is empty.
     `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
@@ -101,13 +110,14 @@ class Explanation:
     """Result of a bisection.
 
     `reproduced`: true if the re-run without a change reproduces the record of all steps bit for
-        bit. For a run that cannot be repeated bit for bit, `reproduced` is true if the re-run's
-        entropy, agreement and reward differ from the record only by the run's noise.
+        bit. If the run cannot be repeated bit for bit, smaller differences are allowed:
+        `reproduced` is also true if entropy, agreement and reward of the re-run without a change
+        lie within FAR standard errors of the record.
     `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
     `why`: explanation of the result in words.
     `lines`: results of the re-runs; the re-run without a change comes first.
-    `record`: the record's medians of entropy, agreement and reward.
+    `record`: the medians of entropy, agreement and reward over the recorded steps of the run.
     """
 
     reproduced: bool
@@ -207,9 +217,10 @@ def explain(
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Tells whether the re-run with a change reproduces the entropy, the agreement and the reward
-    in the run's record. `departs` contains the names of the figures (entropy, agreement or reward)
-    that the unchanged re-run does not reproduce."""
+    """Tells whether entropy, agreement and reward of a changed re-run are close to the record of
+    the run. The arguments `line` and `base` are the results of the changed and of the unchanged
+    re-run. `departs` contains the names of the figures (entropy, agreement or reward) for which the
+    unchanged re-run is far from the record."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
@@ -309,9 +320,10 @@ def _noise(figure: str, rows: Sequence[Row]) -> float:
 def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns the distances between two series of steps in entropy, agreement and reward, in
-    standard errors. The series are compared step by step. If the distance cannot be computed for
-    entropy, agreement or reward, the result has no entry for this figure."""
+    """Returns the distance between two series of steps for each of the figures entropy, agreement
+    and reward. The unit of a distance is the standard error of the median difference. The series
+    are compared step by step. If the distance of a figure cannot be computed, the result has no
+    entry for the figure."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

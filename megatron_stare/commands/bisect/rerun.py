@@ -173,12 +173,12 @@ def run_steps(folder: Path, change: str, last: int) -> None:
 
 
 class _UpTo(Session):
-    """Session that ends after step `last`. The session omits the checkpoint and the evaluation that
-    are due after this step.
+    """Session that ends after the training of step `last`. The session leaves out all that
+    `Session.steps` does after a step: the check of the guards, the checkpoint and the evaluation.
 
     The session removes the limits on the difference between the engine's and the trainer's
-    log-probs. With limits on this difference, a change that simulates stale weights could end the
-    session.
+    log-probs. A change that simulates stale weights makes this difference larger, and a limit could
+    then end the session.
     """
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:

@@ -115,8 +115,9 @@ def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
 
 
 def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
-    """Checks NCCL_IB_HCA, a list of adapter names or prefixes. A leading `^` excludes the listed
-    adapters. A leading `=` requires whole names instead of prefixes."""
+    """Checks NCCL_IB_HCA, a list of network adapters. Each entry is a prefix of adapter names, or a
+    whole name if the list starts with `=`. If the list starts with `^`, NCCL uses all adapters
+    except the listed ones."""
     value = seen.get("NCCL_IB_HCA", "")
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",") if name]
     exact = "=" in value[:2]
@@ -171,7 +172,8 @@ def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bo
 
 
 def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
-    """Checks that Ray will set CUDA_VISIBLE_DEVICES for each rank; see docs/cluster.md."""
+    """Checks the two variables of Ray that change how Ray sets CUDA_VISIBLE_DEVICES for a process.
+    With a wrong value, a process would see all GPUs of its node, or none."""
     noset, zero = (shell.get(name, "") for name in VISIBILITY)
     if noset not in ("", "0"):
         return fault(

@@ -1,5 +1,6 @@
 """Collects facts about one machine. Other modules check these facts. The facts are versions,
-limits, devices, environment variables and the results of testing a folder."""
+limits, devices and environment variables. The function `look_at_folder` also tests renames, locks
+and the write speed in one folder."""
 
 from __future__ import annotations
 

@@ -36,12 +36,13 @@ def run(
 
     `run` can be called from any thread, even if an event loop is running in the thread, as in a
     notebook. The environment variables are the same after the call as before. In the main thread,
-    the first Ctrl-C or the first interrupt from a notebook saves the last complete step and raises
-    KeyboardInterrupt, as soon as code that cannot be interrupted has ended. A second interrupt
-    kills the process and its child processes at once, without saving.
+    `run` handles Ctrl-C and the interrupt of a notebook. The first interrupt saves the last
+    complete step, and then raises KeyboardInterrupt. If code that cannot be interrupted is running,
+    the run first waits for the end of this code. A second interrupt kills the process and its child
+    processes at once, without saving.
 
-    Files that the configuration names as file.py:name are read anew by every call. Modules that
-    these files import are not.
+    Every call of `run` imports anew the files that the configuration names as file.py:name. Modules
+    that these files import are not imported anew.
 
     Args:
         config: a YAML file, the name of a configuration that ships with the package, or a dict of
@@ -90,8 +91,9 @@ def run(
 
 @contextlib.contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Undoes a run's changes of the environment variables at the end. Otherwise the settings of a
-    run would hold in the program's next run, and huggingface_hub would refuse downloads."""
+    """Undoes a run's changes of the environment variables when the run ends. Otherwise, these
+    values would still apply to the next run of the program, and huggingface_hub would refuse
+    downloads."""
     before, known = dict(os.environ), HUB in sys.modules
     try:
         yield
