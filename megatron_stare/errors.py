@@ -179,8 +179,8 @@ _BOUNDS = {
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Returns a readable message for an error that pydantic reports about a value. Returns
-    pydantic's own message for an unknown kind of error."""
+    """Returns a readable message for an error that pydantic reports about a value. For a kind of
+    error that `in_words` does not know, the message is the text that pydantic wrote."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]

@@ -4,9 +4,9 @@ overrides that a user gives on the command line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
 The settings of two different methods are never merged. If a layer selects another method than the
-lower layers, the settings that the lower layers contain for their method are discarded. The
-settings of an extension, such as a verifier, are discarded in the same way if a layer selects
-another extension.
+lower layers, the settings that the lower layers contain for their method are discarded. If a layer
+selects another extension than the lower layers, such as another verifier, the settings that the
+lower layers contain for their extension are discarded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Override:
 
 
 def read_layers(path: str | Path) -> list[Layer]:
-    """Returns the layers of a file, lowest first and the file itself last.
+    """Returns the layers of a configuration file or recipe, ordered from the lowest layer to the
+    highest layer. The last layer in the list contains the settings that the file or recipe itself
+    sets.
 
     A layer that is listed several times is applied only once, at its first position. For example,
     if two layers list the same base file, the base file is applied once, beneath both layers, and
@@ -125,8 +127,9 @@ def _collect(
 
 def layers_of(sections: Mapping[str, Any]) -> list[Layer]:
     """Returns the layers of a configuration that a program passes as the dict `sections`. The
-    lowest layer comes first, and the dict itself is the last layer. File names in the dict's
-    `defaults` are relative to the current folder.
+    layers are ordered from the lowest layer to the highest layer. The last layer in the list
+    contains the settings that `sections` itself sets. File names in the list `defaults` of the dict
+    are relative to the current folder.
 
     Raises:
         ConfigError: as read_layers.

@@ -143,8 +143,9 @@ def build_method(settings: Mapping[str, Any] | str) -> Method:
 
 
 def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> ConfigError:
-    """Converts pydantic's report into one ConfigError that names the layer or override at
-    fault."""
+    """Converts a ValidationError of pydantic into a ConfigError. If pydantic reports several
+    errors, the ConfigError describes only one error. The message names the configuration layer or
+    the override that causes this error."""
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     loc = [str(part) for part in first["loc"]]
     source = _to_blame(first, layers)
@@ -253,10 +254,13 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     faulty setting.
 
     Several configuration layers can set parts of the same section. If the fault concerns a whole
-    section, returns the source of the highest configuration layer that causes the error. A
-    configuration layer causes the error if the error does not occur in the merge of all lower
-    layers. If no configuration layer sets the faulty setting, the function returns the source of
-    the highest configuration layer that is not an override.
+    section, the function searches for the layer that introduces the error. The search goes from the
+    highest layer that sets part of the section to the lowest. For each layer, the search merges all
+    lower layers. If this merge does not contain the error, the layer introduces the error, and the
+    function returns the source of the layer.
+
+    If no configuration layer meets these conditions, the function returns the source of the highest
+    configuration layer that is not an override.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

@@ -60,13 +60,13 @@ class Feature:
         the fields that are named in `sets` are false or 0.
     `needs`: the requirements of the device, as keys of NEEDS.
     `wants`: other settings of the run that must be on before this setting can be on.
-    `covered`: the tests of the setting, in this repository or upstream. `covered` is "" if the
-        setting has no tests. `covered` is also "" if the setting is a trade-off, such as less
-        memory for more time.
-    `check`: the check of scripts/gpu_check.sh that tests the setting.
-    `proven`: true if the check's committed result shows that the setting is correct and not slower.
-        For a setting whose check is `optimizers`, `proven` is true if the committed result shows
-        that the setting is correct and saves memory.
+    `covered`: text that names the tests of the setting in this repository or in an upstream
+        library. `covered` is "" if the setting has no tests. `covered` is also "" if the setting is
+        a trade-off, such as less memory for more time.
+    `check`: name of the check in scripts/gpu_check.sh that tests the setting.
+    `proven`: true if the result file of the check in this repository shows that the setting is
+        correct and not slower. The check named `optimizers` is an exception: its result file must
+        show that the setting is correct and saves memory.
     """
 
     name: str
@@ -251,11 +251,12 @@ def _delivers_wrong_chunks(config: Config) -> bool:
 
 
 def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any]:
-    """Returns values for one of Megatron's configurations, as a dict from field names to values.
-    `part` names the configuration: 'model', 'gradients' or 'optimizer'. The settings in
-    `performance` determine the values. The dict contains every field that a feature can set, even
-    if the feature is disabled. A feature with the value null counts as disabled, because `chosen`
-    has already turned on every feature that is to be used."""
+    """Returns values for the fields of one of Megatron's configurations, as a dict from field names
+    to values. The argument `part` selects Megatron's configuration of the model ('model'), of the
+    gradients ('gradients') or of the optimizer ('optimizer'). The settings in `performance`
+    determine the values. The dict contains every field that a feature can set, even if the feature
+    is disabled. A feature with the value null counts as disabled, because `chosen` has already
+    turned on every feature that is to be used."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -324,8 +325,8 @@ def shares_prompts(config: Config) -> bool:
     A prompt can pass through the model once for all its responses only if sequences are packed and
     the run has no context parallelism. With virtual pipeline stages, the prompt passes through the
     model once per response, because virtual stages need micro-batches of equal shape. With
-    `moe.routing_replay`, the prompt also passes through the model once per response, because the
-    servers return the chosen experts separately for each sample.
+    `moe.routing_replay`, the model must process the prompt separately for each response. The reason
+    is that the servers return a separate choice of experts for each response.
     """
     parallel = config.parallel
     return (

@@ -4,8 +4,9 @@ values for conflicts.
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. If NCCL_CUMEM_ENABLE or NCCL_NVLS_ENABLE is not set, an SGLang server sets the
 variable to 0 before the server's first collective. For each of the two NCCL variables, the dict
-`AGREED` lists the SGLang flags that set the variable to 1. A server that is started with one of
-these flags always sets the flag's variable to 1 in the server's own environment.
+`AGREED` lists the SGLang flags that set the variable to 1. If an SGLang server is started with a
+flag that `AGREED` lists for a variable, the server sets this variable to 1 even if the variable
+already has another value.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def ports_needed(config: Config) -> int:
 
 
 def port_share(config: Config, number: int, processes: int) -> range | None:
-    """Returns the ports that the port owner with index `number` may use, or None if no port range
-    is set. The port owner with index 0 is the group of all trainer ranks. The port owner with index
-    n > 0 is the replica process with index n - 1. A replica has one process per node."""
+    """Returns the ports that the trainer ranks or one replica process may use, or None if no port
+    range is set. With `number` 0, returns the ports of all trainer ranks together. With `number` n
+    > 0, returns the ports of the replica process with index n - 1. A replica has one process per
+    node. `processes` is the number of all replica processes."""
     return config.runtime.port_share(number, processes + 1)

@@ -1,8 +1,10 @@
 """Reads the recipes of published runs. Each recipe reproduces one published run, and is stored with
 the published values of the run's settings.
 
-`configs/recipes/index.yaml` lists the recipes. A recipe is either a list of layers for method,
-lengths, model and cluster, or a set of changes to another recipe. A configuration names a recipe as
+`configs/recipes/index.yaml` lists the recipes. There are two kinds of recipes. A recipe of the
+first kind lists four files: the settings of the method, the limits of prompt and response lengths,
+the settings of the model, and the settings of the cluster. A recipe of the second kind names
+another recipe and changes some settings of this other recipe. A configuration names a recipe as
 recipes/NAME. `configs/recipes/published.yaml` contains the published values of settings, grouped by
 the recipe layer that contains the setting. Each published value is stored with its source and with
 the line or place in the source. If a recipe's value differs from the published value,
@@ -60,8 +62,9 @@ class Published:
 
     `setting`: the dotted name of the setting. Entries of a list are selected by their names, as in
         eval.tasks.aime24.samples.
-    `source`: short name of the source, a colon, and the line or place in the source, such as
-        'R:96'. The table `sources` of published.yaml contains the short names.
+    `source`: text that gives the source of the value and the position of the value in the source.
+        The text 'R:96' means line 96 of the source with the short name R. The table `sources` of
+        published.yaml explains the short names.
     `here`: the recipe's value if it differs from the published value.
     `because`: the reason why the recipe's value differs from the published value.
     `wanted`: the value that the setting must have in the recipe.
@@ -108,7 +111,8 @@ def recipe_named(path: str | Path) -> str | None:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """Returns all recipes by name, in the order of the recipe index."""
+    """Returns a dict from recipe names to recipes. The recipes are in the same order as in
+    configs/recipes/index.yaml."""
     index, found = _index(), {}
     for name, row in index["recipes"].items():
         found[name] = Recipe(

@@ -235,8 +235,8 @@ class PartialConfig(Section):
 
 
 class SGLangConfig(Section):
-    """Configures the SGLang servers. This section requires `rollout.engine: sglang`; see
-    docs/sglang.md."""
+    """Configures the SGLang servers. If `rollout.engine` is not `sglang`, all settings of this
+    section must keep their default values. See docs/sglang.md."""
 
     urls: list[str] = Field(
         [],

@@ -1,5 +1,5 @@
-"""Finds the problems (prompts with answers) that should be removed from training data: repeated
-problems, and problems that also occur in an evaluation set.
+"""Finds problems that should be removed from training data. A problem is a prompt with its answer.
+The module finds repeated problems, and problems that also occur in an evaluation set.
 
 Two problems are compared by their words, numbers and operators, in lower case. The comparison
 ignores spacing, punctuation and dollar signs, but distinguishes 3+4 from 3-4. This module imports

@@ -43,9 +43,10 @@ class Columns(NamedTuple):
 
 
 def guess_columns(path: str, prompt: str | None = None, answer: str | None = None) -> Columns:
-    """Finds the columns of prompt and answer. If the caller names a column, uses this column. If
-    the caller names no column, tries usual column names in order, and takes the first column whose
-    values have the right type. The function checks only the first `ROWS` rows of the file.
+    """Finds the column that contains the prompts and the column that contains the answers. If the
+    caller names a column, uses this column. If the caller names no column, tries usual column names
+    in order, and takes the first column whose values have the right type. To find and check the
+    columns, the function reads only the first `ROWS` rows of the file.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.

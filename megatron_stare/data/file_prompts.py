@@ -224,9 +224,9 @@ class FilePrompts:
         self._cursor = state["cursor"]
         # runs of earlier releases keep their mixing rule
         self._by_deadline = bool(state.get("by_deadline", 0))
-        # Whenever the cursor is a multiple of the summed weights, every file's share is an integer.
-        # Under the deadline rule, the file's count differs from the share by less than 1, so the
-        # two are equal. Only the prompts after the last such multiple are replayed.
+        # Whenever the cursor is a multiple of the summed weights, the target of every file is an
+        # integer. Under the deadline rule, the count of a file differs from the target by less than
+        # 1, so the two are equal. Only the prompts after the last such multiple are replayed.
         whole = sum(part.weight for part in self._parts)
         rounds = self._cursor // whole if self._by_deadline or len(self._parts) == 1 else 0
         for part in self._parts:
@@ -237,16 +237,20 @@ class FilePrompts:
     def _part(self, cursor: int) -> _Part:
         """Returns the file that supplies the prompt at position `cursor`.
 
-        After c prompts from all files together, a file's share is c times the file's weight,
-        divided by the sum of all weights. The deadline of a file's j-th prompt (j = 1, 2, ...) is
-        the smallest value of c for which the file's share is at least j. A file is a candidate if
-        the number of prompts that it has supplied is below its share of c = `cursor` + 1 prompts.
-        The rule chooses the candidate whose next prompt has the earliest deadline. If several
-        candidates have the same deadline, the rule chooses the first of these candidates. Under the
-        deadline rule, the number of prompts from a file always differs from the file's share by
-        less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15, 1996). If a run was
-        started with an earlier release, the run keeps the earlier rule when it is resumed. The rule
-        of earlier releases chooses the file that is furthest below its share.
+        The rule compares the number of prompts that a file has supplied with the file's target,
+        which is also a number of prompts. When all files together have supplied c prompts, the
+        target of a file is c times the file's weight, divided by the sum of all weights. The
+        deadline of a file's j-th prompt (j = 1, 2, ...) is the smallest value of c for which the
+        file's target is at least j. A file is a candidate if the file has supplied fewer prompts
+        than its target for c = `cursor` + 1. For each candidate, the rule computes the deadline of
+        the candidate's next prompt. The rule chooses the file with the earliest of these deadlines.
+        If several candidates have the same deadline, the rule chooses the first of these
+        candidates. Under the deadline rule, the number of prompts from a file always differs from
+        the file's target by less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15,
+        1996).
+
+        If a run was started with an earlier release, the run keeps the earlier rule when it is
+        resumed. The rule of earlier releases chooses the file that is furthest below its target.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

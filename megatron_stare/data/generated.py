@@ -55,8 +55,9 @@ class TaskProblem:
 
 
 class GeneratedPrompts(ABC):
-    """A PromptSource of generated problems. A task defines its problems in a subclass. With
-    `rollout.truncate_prompt: drop`, the source skips problems whose prompts are too long.
+    """A PromptSource of generated problems. A subclass generates the problems in its method
+    `problem`. With `rollout.truncate_prompt: drop`, the source skips problems whose prompts are too
+    long.
 
     Args:
         config: the run's configuration.
@@ -91,9 +92,9 @@ class GeneratedPrompts(ABC):
         its own stream."""
 
     def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts. Raises DataError if a prompt is too long and
-        `rollout.truncate_prompt` is `error`. With `rollout.truncate_prompt: drop`, raises DataError
-        if the source finds no further problem whose prompt is short enough."""
+        """Returns the next `n` prompts. With `rollout.truncate_prompt: error`, raises DataError if
+        a prompt is longer than `rollout.max_prompt_tokens`. With `rollout.truncate_prompt: drop`,
+        raises DataError if the source finds no further problem whose prompt is short enough."""
         from megatron_stare.records.batch import Prompt  # imports torch
 
         prompts, skipped = [], self._skipped

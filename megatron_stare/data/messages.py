@@ -77,13 +77,17 @@ def rendered(
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token does not count in the loss.
-    Nor does an end-of-sequence token that the template adds to a turn that has ended, as Phi's. In
-    some chat templates, such as GLM-4.5's, an assistant's turn contains no special token. An
-    assistant's turn without a special token of its own is ended by the special token that opens the
-    next role's message. If the last turn of a conversation contains no special token, the function
-    appends the special token that would open a user's message. In a rollout, no token spans the
-    border between two turns, because each turn is sampled or encoded separately. The function also
-    encodes each turn separately, so that no token spans the border between two turns.
+    Some templates, such as Phi's, add an end-of-sequence token after the end of the last turn. This
+    additional token does not count in the loss either.
+
+    In some chat templates, such as GLM-4.5's, an assistant's turn contains no special token. If an
+    assistant's turn contains no special token, the special token that opens the next role's message
+    ends the turn and counts in the loss. If the last turn of a conversation contains no special
+    token, the function appends the special token that would open a user's message.
+
+    In a rollout, no token spans the border between two turns, because each turn is sampled or
+    encoded separately. The function also encodes each turn separately, so that no token spans the
+    border between two turns.
 
     Args:
         settings: further values for the template (`data.chat_template_kwargs`).
@@ -185,8 +189,8 @@ def _check_turn(message: Mapping[str, Any], turn: str) -> None:
 
 
 def keeps(rendered: str, said: str) -> bool:
-    """Checks whether a rendered text contains a message's text. Ignores white space, which
-    templates change around and inside of messages."""
+    """Returns True if the text `rendered` contains the text `said`. The comparison ignores white
+    space, because chat templates change the white space around and inside messages."""
     return said in rendered or "".join(said.split()) in "".join(rendered.split())
 
 
@@ -404,8 +408,9 @@ class Conversations:
         return found
 
     def _require_one_end(self, messages: Sequence[Mapping[str, Any]], found: Rendered) -> None:
-        """Raises RowError if the text of a turn that is learnt contains a token that ends turns,
-        padding included. A policy that learns such a turn stops in the middle of it."""
+        """Raises RowError if the text of an assistant's turn that counts in the loss contains the
+        padding token or a token that ends turns. Training on such text would teach the policy to
+        end a turn before the turn is complete."""
         tokens: list[str] = self._tokenizer.convert_ids_to_tokens(
             sorted(self._special & {*found.ends(), *self._stops})
         )

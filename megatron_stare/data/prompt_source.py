@@ -111,13 +111,15 @@ def told(source: PromptSource) -> list[str]:
 
 
 class HeldOut(list[Prompt]):
-    """Problems that every evaluation of a run uses. `told`: see the function `told`."""
+    """List of held-out problems. Every evaluation of a run uses the same held-out problems. `told`:
+    see the function `told`."""
 
     told: Sequence[str] = ()
 
 
 def held_out(config: Config, tokenizer: Any, wanted: int | None) -> HeldOut:
-    """Returns the problems that every evaluation of a run uses.
+    """Returns the held-out problems of a run. Every evaluation of the run uses the same held-out
+    problems.
 
     Args:
         wanted: number of problems, at least 1. None requests all problems.
@@ -184,9 +186,8 @@ class PromptQueue:
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
-        """Puts unused prompts back at the front of the queue. The unused prompts are the last `n`
-        prompts of the most recent `take`. Raises ValueError if the most recent `take` returned
-        fewer than `n` prompts."""
+        """Puts the last `n` prompts of the most recent `take` back at the front of the queue.
+        Raises ValueError if the most recent `take` returned fewer than `n` prompts."""
         if n > len(self._last):
             raise ValueError(
                 f"{n} prompts cannot be given back of {len(self._last)} that were taken"

@@ -109,9 +109,11 @@ def verify(
 
 
 def self_test() -> list[str]:
-    """Scores a right answer and a missing answer to a known question. The self-test imports the
-    package reasoning-gym before the run, so the first response of the run does not wait for this
-    import. Raises ConfigError if the package is not installed."""
+    """Tests whether the package reasoning-gym scores answers correctly. The test scores a right
+    answer and a missing answer to the same question. Returns a list with one message if a score is
+    wrong, and otherwise an empty list. The test imports reasoning-gym before the run starts, so the
+    first response of the run does not wait for this import. Raises ConfigError if the package is
+    not installed."""
     task, entry = make_entry("chain_sum", "{}", 0, 0)
     scores = [task.score_answer(answer, entry) for answer in (entry["answer"], None)]
     return [] if scores == [1.0, 0.0] else [f"reasoning-gym scores a known question {scores}"]

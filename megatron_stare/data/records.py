@@ -136,9 +136,9 @@ def _nearby(path: Path) -> str:
 
 
 def _json_rows(content: bytes, name: str) -> Iterator[Row]:
-    """Yields a tuple for every line that is not blank. The tuple contains the line number, the
-    line's location as the text `file:line`, and the parsed value of the line. Raises DataError for
-    a line that is not JSON."""
+    """Yields a tuple of three values for every line that is not blank: the line number, the
+    position as the text `file:line`, and the parsed JSON value of the line. Raises DataError for a
+    line that is not JSON."""
     # Split as bytes: str.splitlines would also break at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if line.strip():

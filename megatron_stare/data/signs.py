@@ -2,12 +2,12 @@
 number to a total. Problems are generated when needed and never stored.
 
 For example, the prompt '33 8 5 2 = 38 :' asks for the signs in 33 + 8 - 5 + 2 = 38. A demonstration
-is either a short guess, such as '+8 +5 +2', or a search. In a search, the response tries one
-combination of signs after another. After each signed number, a search contains the running total.
-Between two attempts, a search contains the word 'wait'. For example, the search '+8 41 +5 46 -2 44
-wait +8 41 -5 36 +2 38' consists of a wrong attempt and a right attempt. Only the part of a response
-after the last word 'wait' is graded. A guess is right only by luck, but a search finds the right
-signs unless it stops too early. Longer responses are therefore right more often.
+is either a short guess, such as '+8 +5 +2', or a long response that tries one combination of signs
+after another. In a long response, a running total follows every signed number, and the word 'wait'
+stands between two attempts. For example, the long response '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2
+38' consists of a wrong attempt and a right attempt. Only the part of a response after the last word
+'wait' is graded. A guess is right only by luck. A long response finds the right signs unless the
+response ends too early. Longer responses are therefore right more often.
 
 Problem number i of a stream depends only on i, the seed and the split. A fixed hash assigns each
 problem to the training split or the evaluation split, so the two splits share no problem. Rollouts
@@ -65,8 +65,8 @@ class Problem:
     @property
     def answer(self) -> str:
         """Returns the text that the verifier gets as the reference answer, such as '33 8 5 2 = 38'.
-        A response is right if its signs make the equation true. Several choices of signs can be
-        right, so the text contains no signs."""
+        A response is right if its signs make the equation true. The reference answer contains no
+        signs, because one problem can have several right combinations of signs."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property
@@ -106,16 +106,16 @@ def split_of(problem: Problem) -> Split:
 
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
-    """Returns a response for supervised training: a guess or a search, as the module's docstring
-    explains. The first attempt of a search uses a random combination of SIGNS, and each later
-    attempt uses the next combination in cyclic order.
+    """Returns a response for supervised training: a short guess or a long response, as the module's
+    docstring explains. The first attempt of a long response uses a random combination of SIGNS, and
+    each later attempt uses the next combination in cyclic order.
 
     Args:
         seed: selects the response. The response also depends on the problem.
         short_rate: probability of a guess. A guess uses one sign for all operands: + if the total
             is above the start, and - otherwise.
-        give_up_rate: probability that a search ends after a wrong attempt. Otherwise the search
-            continues until an attempt is right.
+        give_up_rate: probability that a long response ends after a wrong attempt. Otherwise, the
+            long response continues until an attempt is right.
     """
     for name, rate in (("short_rate", short_rate), ("give_up_rate", give_up_rate)):
         if not 0 <= rate <= 1:

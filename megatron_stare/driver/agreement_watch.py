@@ -84,8 +84,9 @@ class AgreementWatch:
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Adds the mean log-prob differences of earlier steps to the trend, so that the trend of a
-        resumed run covers the whole run. Leaves out steps whose batch contains tokens sampled with
-        older weights, as `after_log_probs` does. `rows` contains the metrics of the earlier steps,
+        resumed run covers the whole run. Skips a step if some tokens of the step's batch were
+        sampled with weights that were older than the weights at the start of the step.
+        `after_log_probs` skips the same steps. `rows` contains the metrics of the earlier steps,
         oldest first."""
         for row in rows:
             ages = {name for name in row if name.startswith("agreement/max_of_age_")}

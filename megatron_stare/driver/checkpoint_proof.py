@@ -9,13 +9,15 @@ of the squares. After loading the checkpoint, the ranks compute the log-probs an
 and the driver compares them with the stored numbers.
 
 The log-probs must be bit-identical if layout, number of threads, kind of device, libraries and this
-package's code are unchanged. This rule does not apply to a run that compiles functions or adds
-numbers in a varying order. A change of layout, threads, device, libraries or code may change the
-order in which numbers are summed, and torch.compile may change this order too. With a different
-summation order, a log-prob of a float32 model may differ from the stored log-prob by at most
-`LARGEST` nats. If the model's dtype has 16 bits, the mean change of the log-probs must stay within
-the bound on the mean difference between engine and trainer (rollout/agreement/limits.py).
-Measurements are in docs/diagnostics.md.
+package's code are unchanged. This rule does not apply to a run that uses torch.compile or that sums
+numbers in an order that varies. A change of layout, threads, device, libraries or code may change
+the order in which numbers are summed, and torch.compile may change this order too.
+
+With a different summation order, a log-prob of a float32 model may differ from the stored log-prob
+by at most `LARGEST` nats. For a model with a 16-bit dtype, the mean absolute difference between new
+and stored log-probs is limited. This limit has the same value as the limit on the mean difference
+between the log-probs of engine and trainer (rollout/agreement/limits.py). Measurements are in
+docs/diagnostics.md.
 
 Shape legend: N is the number of response positions of the canary.
 """
@@ -50,10 +52,10 @@ _FIX = (
 class SelfTest:
     """Self-test stored in a checkpoint.
 
-    `layout`: text that describes the ranks' layout, threads and devices. A resumed run compares
-        `layout` with the description of its own ranks. The resumed run's log-probs must be
-        bit-identical to the stored log-probs if the two texts are equal and mention neither
-        compiled functions nor sums in a varying order.
+    `layout`: text that describes the ranks' layout, threads and devices. A resumed run describes
+        its own ranks in the same form, and compares the two descriptions. The resumed run's
+        log-probs may differ from the stored log-probs if the descriptions differ, or if `layout`
+        contains the text COMPILED or UNORDERED. Otherwise, the log-probs must be bit-identical.
     `sequences`: token ids of the canary.
     `proof`: log-probs, counts and sums that the ranks computed.
     """
@@ -74,7 +76,8 @@ class SelfTest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> SelfTest | None:
-        """Reads the self-test of a checkpoint. Returns None if the checkpoint has no self-test.
+        """Reads the self-test from the folder of a checkpoint. Returns None if the folder contains
+        no self-test.
 
         Raises:
             DataError: the file cannot be read.

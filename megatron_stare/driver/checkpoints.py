@@ -136,13 +136,15 @@ class Checkpoints:
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
         """Context manager for a long time in which no code calls the ranks, such as a rollout or an
-        evaluation. Inside the `with` block, a thread completes the checkpoint that is being written
-        at most LOOK_S seconds after all ranks have written their parts. If the run loses a process
-        later in the block, the checkpoint counts.
+        evaluation. Inside the `with` block, a thread asks the ranks every LOOK_S seconds whether
+        the ranks have finished writing their parts of a checkpoint. When all ranks have finished,
+        the thread completes the checkpoint. If the run loses a process later in the block, the run
+        can resume from the completed checkpoint.
 
-        The caller's thread cannot do this, because its event loop would stand still meanwhile, and
-        calls to servers and tools would exceed their time limits. With the inline runner, no
-        thread is started, because the ranks and engines of this process are not thread-safe.
+        The caller's own thread must not do this work. The work would block the event loop of the
+        caller's thread, and calls to servers and tools would exceed their time limits. With the
+        inline runner, no thread is started, because the ranks and engines of this process are not
+        thread-safe.
 
         Raises:
             UserError: the checkpoint cannot be written. Raised when the block ends without an

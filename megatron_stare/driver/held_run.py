@@ -113,9 +113,9 @@ class HeldRun:
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """Returns the options of the next session's wait for lost nodes, such as the time limit of
-        this wait. Returns None if no process of the run has been lost since the user's command
-        started."""
+        """Returns an `Awaited` object if the next session follows a loss. The object contains the
+        time limit and the other options for the wait until lost nodes are back. Returns None if no
+        process of the run has been lost since the user's command started."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -187,7 +187,9 @@ class HeldRun:
         return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)
 
     def _stands(self) -> Standing | None:
-        """Returns the progress of the run, or None if the run's directory was discarded."""
+        """Returns a `Standing` object, which contains the last finished step and the newest
+        checkpoint of the run. Returns None if the run directory contains no config.yaml, because
+        the directory was discarded."""
         return self._standing() if (self.dir.path / CONFIG).exists() else None
 
     def _standing(self) -> Standing:

@@ -68,8 +68,9 @@ METRICS = tuple(
 
 
 class Part:
-    """A part of a session. After every step, the driver's thread calls all parts of the session, in
-    the order in which the parts were added."""
+    """A part of a session, such as the part that saves checkpoints. After every step, the driver's
+    thread calls the method `after_step` of each part. The parts are called in the order in which
+    they were added to the session."""
 
     def after_step(self) -> None:
         """Carries out the part's task after a step, such as saving a checkpoint. Before the driver

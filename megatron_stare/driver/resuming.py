@@ -116,11 +116,13 @@ def _selected(config: Config) -> Path:
 
 
 def refuse_other_run(file: Path, config: Config) -> None:
-    """Raises ConfigError if a configuration file is the record of one run, but a resume with this
-    configuration would continue another run.
+    """Raises ConfigError if `file` is the config.yaml of one run, but `config` selects another run
+    to resume.
 
-    For example, the configuration in a copied or renamed run directory still names the original
-    directory. A resume of the original may delete records, so the user must choose.
+    For example, a user copies a run directory whose config.yaml sets `run.dir`. The copied
+    config.yaml still contains the path of the original directory. A resume with the copied file
+    would continue the run in the original directory, and could delete records there. The error asks
+    the user to set `run.dir` to the directory of the run to resume.
 
     Args:
         file: the configuration file that the user gave.
@@ -150,8 +152,9 @@ def _name_in(file: Path) -> str | None:
 
 def _started(run: Path) -> float:
     """Returns the time of a run's last start or resume in seconds since 1970, or 0 if the run has
-    not recorded the time. The time in the directory's name is local, so names of two time zones, or
-    of the hour that the end of summer time repeats, are not in the order of the starts."""
+    not recorded the time. The default name of a run directory contains the local time of the start.
+    If the clock is set back when summer time ends, or if two runs started in different time zones,
+    the order of the names can differ from the order of the starts."""
     try:
         date = read_jsonl(run / STARTS_FILE)[-1]["date"]
         return datetime.strptime(date, "%Y-%m-%dT%H:%M:%S%z").timestamp()

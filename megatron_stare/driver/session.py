@@ -230,10 +230,10 @@ class Session:
     def _open_evaluators(
         self, stack: ClosingStack, runner: Runner
     ) -> tuple[EnginePool, Evaluator] | None:
-        """Creates `self.evaluator`, which evaluates on the training engines. If engines are
-        reserved for evaluation, returns the reserved engines, and a second evaluator that uses the
-        reserved engines. Returns None if no engines are reserved for evaluation or the run has no
-        evaluations."""
+        """Creates `self.evaluator`, which evaluates on the training engines. If the run has
+        evaluations and reserves engines for evaluation, returns the reserved engines together with
+        a second evaluator, which evaluates on the reserved engines. Returns None if the run has no
+        evaluations or reserves no engines for evaluation."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
         if not self._inputs.evaluations or not (

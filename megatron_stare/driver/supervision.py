@@ -2,15 +2,17 @@
 of the run, and starts a new driver if the driver is lost.
 
 A driver may be killed. For example, if Ray's control store is lost, Ray's C++ code ends the driver
-process at once, and neither `finally` blocks nor atexit handlers run. The supervisor must survive
-the end of the driver and therefore imports neither Ray nor torch. The driver sends the path of the
-run directory to the supervisor through a pipe. From files in the run directory, the supervisor
-reads how many steps are done and which rule limits the restarts of the driver.
+process at once, and neither `finally` blocks nor atexit handlers run. The supervisor must keep
+running when the driver ends. For this reason, the supervisor does not import Ray or torch. The
+driver sends the path of the run directory to the supervisor through a pipe. From files in the run
+directory, the supervisor reads how many steps are done and which rule limits the restarts of the
+driver.
 
 The environment variable MEGATRON_STARE_SUPERVISOR gives the driver the process id of its
-supervisor, the descriptor of the pipe and the number of restarts. The driver removes
-MEGATRON_STARE_SUPERVISOR from its own environment. If the supervisor dies, the kernel sends SIGTERM
-to the driver, and the run ends as it does after any SIGTERM.
+supervisor, the descriptor of the pipe and the number of restarts. The driver reads
+MEGATRON_STARE_SUPERVISOR and then removes the variable from the environment. Processes that the
+driver starts later therefore do not inherit the variable. If the supervisor dies, the kernel sends
+SIGTERM to the driver, and the run ends as it does after any SIGTERM.
 """
 
 from __future__ import annotations
@@ -276,12 +278,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def attach() -> bool:
-    """Connects this driver process with its supervisor. Returns False if the driver has no
-    supervisor.
+    """Connects this driver process with its supervisor. Returns True if the driver process has a
+    supervisor, and False otherwise.
 
-    Opens the pipe to the supervisor. Asks the kernel to send SIGTERM to this driver if the
-    supervisor dies. Call `attach` on a thread that lives as long as the run. Call `attach` only
-    after the SIGTERM handler is installed.
+    Reads the descriptor of the pipe to the supervisor. Asks the kernel to send SIGTERM to this
+    driver if the supervisor dies. Call `attach` on a thread that lives as long as the run. Call
+    `attach` only after the SIGTERM handler is installed.
     """
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)
@@ -296,8 +298,8 @@ def attach() -> bool:
 
 
 def tell_run_dir(path: Path) -> None:
-    """Sends the path of the run directory to this driver's supervisor. Does nothing if this driver
-    has no supervisor."""
+    """Sends the path of the run directory to the supervisor of this driver process. Does nothing if
+    this driver process has no supervisor."""
     _tell(str(path.absolute()))
 
 

@@ -42,18 +42,19 @@ class Malformed(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """Parts of a turn that a chat template omits when the turn has become an earlier turn.
+    """Text that a chat template removes from a turn of the policy when later messages follow the
+    turn.
 
-    `opening`: the last token ids of the turn's opening, which start the thinking, or which are an
-        empty thought.
-    `thinking`: True if the template omits the thinking that the policy wrote.
+    `opening`: the removed token ids at the end of the turn's opening. These token ids start the
+        thinking or form an empty thought.
+    `thinking`: True if the template removes the thinking that the policy wrote.
     """
 
     opening: list[int]
     thinking: bool
 
     def changes(self, text: str) -> bool:
-        """Returns True if the template omits something from a turn with this text."""
+        """Returns True if the template removes something from a turn with this text."""
         return bool(self.opening) or (self.thinking and THOUGHT in text)
 
 
@@ -187,11 +188,12 @@ class ChatFormat:
         return ids[ids.index(self.end) + 1 :], whole[end:]
 
     def left_out(self) -> LeftOut | None:
-        """Returns the parts of a turn that the template omits when the turn has become an earlier
-        turn. Returns None if the template keeps earlier turns as they were sampled.
+        """Describes the text that the chat template removes from a turn of the policy when later
+        messages follow the turn. Returns None if the template removes nothing from such a turn.
 
         Raises:
-            ConfigError: the template changes an earlier turn in another way.
+            ConfigError: the template changes such a turn in another way, or the tag that ends the
+                thinking is a special token.
         """
         rest = f"{THINK}\n{_THOUGHT}\n{THOUGHT}\n\nrest"
         answers = [_tool_answer("answer")]
@@ -219,8 +221,9 @@ class ChatFormat:
         return LeftOut(ids[1], thinking)
 
     def history(self, context: Sequence[int], text: str, left_out: LeftOut) -> list[int]:
-        """Returns the token ids of a context and of the policy's turn after this context, as the
-        template renders an earlier turn: without the parts in `left_out`.
+        """Returns the token ids of a context, followed by the token ids of the policy's next turn.
+        Leaves out the text that `left_out` describes, because the chat template also removes this
+        text when later messages follow the turn.
 
         Args:
             text: text of the turn.
@@ -299,8 +302,8 @@ def _tool_answer(text: str) -> dict[str, str]:
 
 
 def _broken(text: str, marks: Iterable[str]) -> str:
-    """Inserts a space after the first character of every string in `marks` that occurs in the text.
-    Returns the changed text."""
+    """Finds every occurrence of the strings in `marks` in the text, and inserts a space after the
+    first character of each occurrence. Returns the changed text."""
     for mark in marks:
         text = text.replace(mark, f"{mark[0]} {mark[1:]}")
     return text

@@ -137,8 +137,8 @@ class Environment(ABC):
 
     @classmethod
     def tool_schemas(cls, settings: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-        """Returns the schemas of the environment's tools. The chat template shows these schemas to
-        the policy. Returns None if there are no tools.
+        """Returns a list with one schema for each tool of the environment. The chat template shows
+        these schemas to the policy. Returns None if the environment has no tools.
 
         Args:
             settings: the environment's settings, checked.
@@ -264,8 +264,9 @@ class Response:
 
 
 def unusable_stop(stop: str, tokenizer: Any) -> tuple[str, str] | None:
-    """Returns the reason why `stop` cannot be a stop string, and how to change it. Returns None if
-    the text of a turn reliably shows the token that completes `stop`."""
+    """Checks whether `stop` can be a stop string. If `stop` is unsuitable, returns two texts: the
+    reason, and advice on how to change `stop`. Returns None if the text of a turn reliably shows
+    the token that completes `stop`."""
     if not stop or not stop[-1].isascii():
         return (
             "does not end in an ASCII character",

@@ -311,7 +311,8 @@ def _die_with_parent() -> None:
 
 
 def _called(name: str, *arguments: object) -> None:
-    """Calls a function of the C library. Raises SetUpError if the function fails."""
+    """Calls the function `name` of the C library. Raises SetUpError if the C function returns an
+    error code (any value except 0)."""
     if getattr(_LIBC, name)(*arguments) != 0:
         raise SetUpError(f"{name} is refused: {os.strerror(ctypes.get_errno())}")
 

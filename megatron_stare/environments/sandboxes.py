@@ -324,7 +324,8 @@ class Remote(Sandbox):
 class Interpreter(Sandbox):
     """Runs code in the interpreter `pydantic-monty`. The processes of pydantic-monty need no kernel
     namespaces. In pydantic-monty, programs have no numpy, no sympy and only a small part of the
-    standard library. Each program has a new session, whose state is neither kept nor dumped.
+    standard library. Each program runs in its own interpreter session. The state of the session,
+    such as variables, is lost when the program ends.
 
     Args:
         workers: number of programs that run at the same time.

@@ -193,12 +193,12 @@ class Tools(Environment):
         completes a stop string ends the turn and stays in the turn. Before the answers of the
         turn's calls, the environment adds the token that ends turns in the chat template, which
         the loss ignores. If the turn contains no call, the response ends.
-    `earlier_thinking`: the treatment of the thinking from earlier turns if the chat template omits
-        this thinking. If `earlier_thinking` is 'keep', the sampled thinking stays in the context.
-        If `earlier_thinking` is 'branch', the environment begins a new branch of the response. The
-        context of the new branch is the history, rendered by the chat template. The next turn is
-        sampled and trained with this context. If `earlier_thinking` is 'refuse', the constructor
-        raises ConfigError for such a chat template.
+    `earlier_thinking`: the way in which the environment handles a chat template that omits the
+        thinking of earlier turns. If `earlier_thinking` is 'keep', the sampled thinking stays in
+        the context. If `earlier_thinking` is 'branch', the environment begins a new branch of the
+        response. The context of the new branch is the history, rendered by the chat template. The
+        next turn is sampled and trained with this context. If `earlier_thinking` is 'refuse', the
+        constructor raises ConfigError for a chat template that omits the thinking of earlier turns.
     `call_seconds`: the time limit of a call. If a call exceeds the limit, the policy gets an error
         as the answer. If the tool's function is not async, the function continues to run in its
         thread after the limit.
@@ -610,8 +610,8 @@ def _read_tool(extension: Extension) -> ToolKind:
 
 def _described(function: Any, name: str, where: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the name and the schema of a tool, as the policy sees them. If the function has an
-    attribute `schema`, this attribute is the schema. Otherwise, the schema is derived from the
-    function's type annotations and docstring."""
+    attribute `schema`, this attribute is the schema. If the function has no attribute `schema`, the
+    schema is built from the type annotations and the docstring of the function."""
     if (own := getattr(function, "schema", None)) is not None:
         return str(own["function"]["name"]), own
 

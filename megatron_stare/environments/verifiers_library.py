@@ -178,10 +178,10 @@ class Library:
         """Returns a task of the taskset as a `verifiers.v1.Task`. The caller passes the task's
         index in the taskset. For an endless taskset, two constants limit the number of tasks in
         memory. The first `EVALUATED` tasks of the taskset stay in memory, because evaluations use
-        these tasks repeatedly. The `RECENT` tasks that were read last also stay in memory. If a run
-        goes back to an earlier checkpoint and needs a task that is no longer in memory, the taskset
-        is read again from its beginning. Raises DataError if the taskset begins with a different
-        task when it is read again."""
+        these tasks repeatedly. Among the later tasks, only the tasks that were read most recently
+        stay in memory, at most `RECENT` tasks. If a run goes back to an earlier checkpoint and
+        needs a task that is no longer in memory, the taskset is read again from its beginning.
+        Raises DataError if the taskset begins with a different task when it is read again."""
         if at < self._drawn and at not in self._tasks:
             first = self._tasks[0]
             self._iterator, self._tasks, self._drawn = iter(self.environment.taskset), {}, 0
@@ -291,9 +291,9 @@ class Episode:
     """Collects the response while the library plays an episode. An Episode must be used only in the
     event loop of the rollouts.
 
-    `failed`: error that ended the response, such as an error of an engine. The library does not
-        receive the error in `failed`, because the library would treat an engine's error as an error
-        of the library itself.
+    `failed`: future that contains the error that ended the response, such as an error of an engine.
+        The Episode stores the error in `failed` and does not raise the error inside the library.
+        The library would treat an engine's error as an error of the library itself.
     """
 
     def __init__(
@@ -426,7 +426,7 @@ class Playing:
         self._task.add_done_callback(lambda _: self._ended.set_result(None))
 
     async def wait(self) -> None:
-        """Waits for the end of the episode."""
+        """Waits until the episode has ended. Does not raise the error of a failed episode."""
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def cancel(self) -> None:

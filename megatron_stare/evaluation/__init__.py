@@ -1,2 +1,2 @@
-"""Evaluates the responses to held-out problems. Computes pass@k, maj@k and confidence intervals,
-and builds the record of an evaluation."""
+"""Evaluates a policy on held-out problems. Computes pass@k, maj@k and confidence intervals from the
+policy's responses, and builds the record of an evaluation."""
