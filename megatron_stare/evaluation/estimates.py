@@ -43,10 +43,10 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
     c_j responses give answer j. The vote has the result r_j if answer j wins. Let A(j, i) be the
     event that the draw contains answer j exactly i times and contains no other answer more than i
     times. Let T be the number of other answers that tie with answer j in the draw. In the event
-    A(j, i), answer j wins the vote with probability 1 / (1 + T). The expected result is therefore
-    the sum of r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k.
-    A response without an answer has no vote. If none of the k responses has an answer, the result
-    is 0.
+    A(j, i), answer j wins the vote with probability 1 / (1 + T). For every answer j and every i
+    from 1 to k, the event A(j, i) contributes r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] to the
+    expected result of the vote. The expected result is the sum of these contributions. A response
+    without an answer has no vote. If none of the k responses has an answer, the result is 0.
 
     Args:
         classes: the pair (c_j, r_j) for every answer j, where r_j in [0, 1] is the result of the
@@ -82,11 +82,13 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses. Each
-    of these responses belongs to a class in `others`, or has no answer (`silent`). A draw contains
-    at most `a` responses of each class in `others`. The weight of a draw is the product of its
-    classes' weights, divided by 1 + T. T is the number of classes in `others` whose count of
-    responses in the draw equals `a`.
+    """Returns the sum of the weights of all possible draws. A class contains all responses with the
+    same answer. A draw contains `k - a` responses. Each of these responses belongs to a class in
+    `others`, or has no answer (`silent`). A draw contains at most `a` responses of each class in
+    `others`. Each class has a weight for the number of its responses in the draw, and the responses
+    without an answer have such a weight, too. The weight of the draw is the product of all these
+    weights, divided by 1 + T. T is the number of classes in `others` of which the draw contains
+    exactly `a` responses.
 
     Args:
         others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
@@ -133,26 +135,27 @@ def wilson_interval(
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     The effective number of results is m = 1 + p (1 - p) / v. The function `mean_of_problems`
-    estimates v, the variance of the mean. Let μ be the true mean. On average, the estimate
-    p (1 - p) is smaller than the true value μ (1 - μ). The average of μ (1 - μ) - p (1 - p) is the
-    variance of the mean, which v estimates. The summand 1 in the formula m = 1 + p (1 - p) / v
-    corrects the bias of p (1 - p). If every result is 0 or 1, and no two prompts contain the same
-    problem, the effective number m equals the number N of results, and the interval is exactly
-    Wilson's score interval.
+    computes v, an estimate of the variance of the mean p. Let μ be the true mean, which is the
+    expected value of p. On average, the product p (1 - p) is smaller than the product μ (1 - μ).
+    The expected difference between the two products is the variance of p. The number v is an
+    estimate of this variance. The summand 1 in the formula m = 1 + p (1 - p) / v corrects the bias
+    of p (1 - p). If every result is 0 or 1, and no two prompts contain the same problem, the
+    effective number m equals the number N of results, and the interval is exactly Wilson's score
+    interval.
 
     A prompt's result can be the share of right responses among several responses to the prompt. The
     share of right responses to a prompt varies less than the result of a single response, which is
     0 or 1. If the results are shares of right responses, the effective number m of results is
     larger than the effective number G of problems. With few problems, the estimate of the
-    difference m - G is unreliable. The estimate of m - G is also unreliable if the mean is near 0
-    or 1, because only the few results between 0 and 1 determine the estimate. If m is larger than
-    G, the function therefore reduces m. The function multiplies the difference m - G by a factor,
-    and adds the product to G. The factor is the smaller of the weight w and the ratio (z/t)². The
-    weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs five right and five
-    wrong results. The number t is the (1 + level)/2 quantile of Student's t distribution with G - 1
-    degrees of freedom. If all results are equal, the function uses G as the effective number m. A
-    simulation in tests/evaluation/test_coverage.py measures how often the interval contains the
-    true mean.
+    difference m - G is unreliable. If the mean p is near 0 or 1, the estimate of m - G is also
+    unreliable. Most results are then exactly 0 or 1, and the estimate depends mainly on the few
+    results between 0 and 1. If m is larger than G, the function therefore reduces m. The function
+    multiplies the difference m - G by a factor, and adds the product to G. The factor is the
+    smaller of the weight w and the ratio (z/t)². The weight w is min(1, G min(p, 1 - p)/5), because
+    a normal approximation needs five right and five wrong results. The number t is the (1 +
+    level)/2 quantile of Student's t distribution with G - 1 degrees of freedom. If all results are
+    equal, the function uses G as the effective number m. A simulation in
+    tests/evaluation/test_coverage.py measures how often the interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.

@@ -32,7 +32,8 @@ _INTEGER = re.compile(r"-?\d+")
 class Response:
     """A response and its verdict.
 
-    `prompt`: cursor of the prompt. A cursor is the index of a prompt in the task, counted from 0.
+    `prompt`: cursor of the prompt, which is the index of the prompt in the evaluation task, counted
+        from 0.
     `sample`: index of the response among all responses to the same prompt.
     `text`: text that the policy wrote, without text of an environment.
     `tokens`: length of the response, including the stop token and the environment's tokens.

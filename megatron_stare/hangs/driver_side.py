@@ -148,9 +148,10 @@ class DriverBeats(Sink):
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """Records the time since the last phase ended or the step began. Does nothing while a phase
-        is open. The time before the first step is not recorded, because the weights are loaded
-        during that time."""
+        """Records how long the driver has been outside all phases. The recorded time begins when
+        the last phase of the step ended. If the step has had no phase yet, the recorded time begins
+        when the step began. Does nothing while a phase is open. The time before the first step is
+        not recorded, because the weights are loaded during that time."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 

@@ -1,4 +1,5 @@
-"""Examines a run's processes on this node: their states, their stacks, and what they wait for.
+"""Examines the processes of a run on this node. The result for each process contains the state and
+the stacks of the process, and says in which kernel function or for which file the process waits.
 
 The examination takes bounded time. Information that cannot be read in time is skipped and reported
 as missing.
@@ -8,10 +9,12 @@ interpreter lock. Therefore the separate program py-spy (github.com/benfred/py-s
 from the memory of the process.
 
 NCCL's flight recorder records which collectives each rank has begun and ended. torch's
-ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. Each rank has a separate thread that
-waits for a message in the pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe". When a message
-arrives, the waiting thread writes the rank's records to the file TORCH_FR_DUMP_TEMP_FILE + rank
-(docs.pytorch.org: torch_nccl_environment_variables). The gloo backend has no flight recorder.
+ProcessGroupNCCL keeps the newest TORCH_FR_BUFFER_SIZE records. In each rank, a separate thread
+waits for a message in a named pipe. The name of the pipe is the value of the environment variable
+TORCH_NCCL_DEBUG_INFO_PIPE_FILE, followed by the rank's number and ".pipe". When a message arrives,
+the thread writes the records of the rank to a file. The name of the file is the value of the
+environment variable TORCH_FR_DUMP_TEMP_FILE, followed by the rank's number (docs.pytorch.org:
+torch_nccl_environment_variables). The gloo backend has no flight recorder.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class Nodes:
 
 
 def ensure(folder: Path, node: str) -> None:
-    """Starts this node's agent if the node has no agent. Raises OSError if the agent's folder or
-    process cannot be created."""
+    """Starts the run's agent on this node. Does nothing if the watcher or an agent of the run
+    already uses `folder`. Raises OSError if the agent's folder or process cannot be created."""
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / LOCK).open("a") as lock:
         try:
@@ -226,8 +226,8 @@ def _tell_progress(
 
 
 def _kill(folder: Path, pid: int) -> None:
-    """Kills a process and its descendants if the process belongs to the run. Otherwise does
-    nothing."""
+    """Kills a process of the run, and all descendants of this process. Does nothing if the process
+    does not belong to the run."""
     every = proc_files.everything()
     if pid in proc_files.below([beat.pid for beat in beats_of(folder)], every):
         proc_files.kill(pid)

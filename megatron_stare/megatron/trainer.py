@@ -508,7 +508,8 @@ class Trainer:
         return self._prepared.send_own()
 
     def forget_weights(self) -> None:
-        """Removes the data that this rank stored for the engines to fetch."""
+        """Deletes the weight files that this rank has written for the engines. Does nothing if this
+        rank sends weights without files."""
         if self._stage_send is not None:
             self._stage_send.forget()
 

@@ -198,9 +198,10 @@ def published_shape(path: str | Path) -> ModelShape | None:
 
 
 def rule_for(name: str, shape: ModelShape) -> Rule:
-    """Returns the rule of a Megatron parameter. In the names that the rule contains, the
-    parameter's layer number and expert number replace the placeholders. Layers and experts are
-    numbered as in the whole model.
+    """Returns the rule of a Megatron parameter. The names in a family's rules have placeholders {}
+    for the layer number and the expert number. In the returned rule, the numbers of the parameter's
+    layer and expert are filled in for the placeholders. Layers and experts are numbered as in the
+    whole model.
 
     Raises:
         KeyError: the family's rules do not contain the parameter.

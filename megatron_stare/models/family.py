@@ -231,8 +231,8 @@ class ModelFamily:
 
     def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
         """Returns a dict that maps module names to sizes. The size of a matrix is (out, in), and
-        the size of a norm is (width, None). The dict contains every kind of matrix, but only the
-        norms whose width is not the hidden size."""
+        the size of a norm is (width, None). The dict contains every kind of matrix. The dict
+        contains a norm only if the width of the norm is not the hidden size."""
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         return {
             "embed_tokens": (shape.vocab_size, shape.hidden),
@@ -350,10 +350,10 @@ def _refuse_unknown_rope_keys(rope: Mapping[str, Any], where: str) -> None:
 
 def _refuse_two_yarns(rope: Mapping[str, Any], where: str) -> None:
     """Raises DataError if servers and transformers scale YaRN's cosines and sines by different
-    factors. The default scale factor of YaRN's cosines and sines follows from the rotary parameters
-    other than `attn_factor` and `attention_factor`. Servers multiply the default scale factor by
-    `attn_factor`, and ignore `attention_factor`. In transformers, `attention_factor` replaces the
-    default scale factor, and `attn_factor` is ignored."""
+    factors. YaRN has a default scale factor for cosines and sines. The formula of the default scale
+    factor uses neither `attn_factor` nor `attention_factor`. Servers multiply the default scale
+    factor by `attn_factor`, and ignore `attention_factor`. In transformers, `attention_factor`
+    replaces the default scale factor, and `attn_factor` is ignored."""
     if rope["rope_type"] != "yarn" or not {"attn_factor", "attention_factor"} & rope.keys():
         return
     trained, default = yarn_factors(rope)

@@ -4,8 +4,9 @@ bias.
 
 The bias of an expert (`e_score_correction_bias`) affects which experts are chosen, but not the
 weights of the chosen experts (Wang et al., arXiv 2408.15664). Training does not change the experts'
-biases, so engines and checkpoints get the biases of the loaded model. The trained model leaves out
-the multi-token prediction layers, which follow the last layer in a checkpoint.
+biases, so engines and checkpoints get the biases of the loaded model. A checkpoint can also contain
+layers for multi-token prediction, whose numbers follow the number of the last transformer layer.
+The trained model does not contain layers for multi-token prediction.
 """
 
 from __future__ import annotations

@@ -36,9 +36,10 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns two factors that multiply YaRN's cosines and sines. The library transformers computes
-    the first factor from all parameters in `rope`, and the second factor from all parameters in
-    `rope` except `attention_factor`.
+    """Returns two scale factors for YaRN's cosines and sines, both computed by the library
+    transformers. The first factor is the factor that transformers uses with the given parameters.
+    The second factor is the factor that transformers uses if `attention_factor` is removed from
+    `rope`. Neither factor depends on the parameter `attn_factor`.
 
     Args:
         rope: rotary parameters of type yarn.
@@ -53,9 +54,9 @@ def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _by_transformers(rope: Mapping[str, Any], **sizes: int) -> tuple[Tensor, float]:
-    """Calls the library transformers to compute a model's RoPE scaling from the parameters in
-    `rope`. Returns the inverse frequencies, and the factor by which the cosines and sines must be
-    multiplied."""
+    """Computes a model's RoPE scaling from the rotary parameters in `rope`, with the formulas of
+    the library transformers. Returns the inverse frequencies, and the factor by which the cosines
+    and sines must be multiplied."""
     # imported here, because it takes seconds and few models need it
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

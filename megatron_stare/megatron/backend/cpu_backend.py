@@ -1,6 +1,6 @@
 """Lets unpatched megatron-core run on a machine without CUDA. Also lets megatron-core build models
-on the meta device, where tensors have no data. Builds on the meta device work on any machine, with
-or without CUDA.
+on the meta device, where tensors have no data. A model can be built on the meta device of any
+machine, with or without CUDA.
 
 The context manager `cpu_backend` replaces the CUDA calls in the parts of megatron-core that this
 project uses, and restores them on exit. Without CUDA, every call into Megatron runs inside

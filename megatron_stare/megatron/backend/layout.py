@@ -109,9 +109,10 @@ def join(
 def _meeting_store(
     init_method: str, rank: int, world: int, limit: datetime.timedelta
 ) -> dist.Store | None:
-    """Returns the TCPStore through which the ranks connect, if the address starts with tcp://. Rank
-    0 serves the TCPStore on the port that rank 0 has reserved. Returns None for addresses without
-    tcp://, because torch then creates the store itself."""
+    """Creates the TCPStore through which the ranks find each other, if the address `init_method`
+    starts with tcp://. Rank 0 serves the TCPStore on the port of this address. If rank 0 has
+    reserved the port, the TCPStore takes over the reserved socket. Returns None for all other
+    addresses, because torch then creates the store itself."""
     place = init_method.removeprefix("tcp://")
     if place == init_method:
         return None
@@ -128,7 +129,8 @@ def _meeting_store(
 
 
 def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
-    """Divides the ranks of the joined process group into Megatron's groups.
+    """Divides all ranks of the run into Megatron's parallel groups, and returns the place of this
+    rank in the layout. The process group of all ranks must already be initialised.
 
     Args:
         timeout_s: longest wait for a collective, seconds. Groups do not inherit the timeout of the

@@ -152,9 +152,10 @@ class RankBatch:
         )
 
     def mini_batch(self, number: int) -> RankBatch:
-        """Returns a batch with only the micro-batches of one optimizer step. The `span` of the
-        returned batch is a range of indices into all N response positions of the rank, not into the
-        positions of the mini-batch."""
+        """Returns a batch that contains only the micro-batches of one optimizer step. The tensors
+        `index`, `sequence`, `position` and `held` of the returned batch still cover all N response
+        positions of the rank. The property `span` of the returned batch selects the mini-batch's
+        response positions from these N positions."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part
@@ -207,9 +208,9 @@ def _micro_batch(
     share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
 ) -> tuple[MicroBatch, Tensor]:
     """Returns the micro-batch of the chosen branches, and a tensor [3, n] that describes the
-    micro-batch's response positions. Each column of the tensor describes one response position.
-    Rows 0, 1 and 2 contain the indices that RankBatch stores as `sequence`, `position` and
-    `held`."""
+    micro-batch's response positions. Each column of the tensor describes one response position. Row
+    0 of the tensor contains the index `sequence`, row 1 the index `position`, and row 2 the index
+    `held`. The docstring of RankBatch defines these three indices."""
     branches, lengths = share.branches, share.lengths
     # the last entry is for padding, whose branch is -1
     number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])

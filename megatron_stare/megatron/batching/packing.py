@@ -7,16 +7,17 @@ same hidden states. Only attention repeats the prompt's queries, keys and values
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
 results back. The backward pass copies gradients in the opposite direction, first from the results
-to the groups, and then from the groups to the tokens. If a token was copied to several places, the
-backward pass sums the gradients of these places. Plain tensor indexing is not used, because its
+to the groups, and then from the groups to the tokens. If a token was copied several times, the
+backward pass sums the gradients of all copies. Plain tensor indexing is not used, because its
 backward pass adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, each rank holds t / C tokens of the micro-batch, and
-m = s / C tokens of the longest sequence in a group. The total number of places in the groups is p,
-including the places for padding. The function `shared_columns` uses the letter s for the length of
-a packed row. In the packed row, a copy of the prompt precedes each response. The model receives
-only k columns of the packed row.
+m = s / C tokens of the longest sequence in a group. The entry for one column of one sequence in a
+padded group is called a place. The total number of places in all groups is p, including the places
+for padding. The function `shared_columns` uses the letter s for the length of a packed row. In the
+packed row, a copy of the prompt precedes each response. The model receives only k columns of the
+packed row.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     `fed`: [k] int64 columns that are fed to the model, ascending.
-    `stands`: [s] int64 indices into `fed`, one index for each column of the packed row. The index
-        of a column that is fed to the model points to the column itself. A column that is not fed
-        to the model repeats a prompt token of another sample. The index of such a repetition points
-        to the column of the original token.
+    `stands`: [s] int64. For every column i of the packed row, the model's output at column
+        `fed[stands[i]]` serves as the output at column i. If column i is fed to the model,
+        `fed[stands[i]]` equals i. A column that is not fed to the model repeats a prompt token of
+        another sample. For such a column i, `fed[stands[i]]` is the column of the original prompt
+        token.
     """
 
     fed: Tensor
@@ -85,16 +87,17 @@ def shared_columns(
 
 @dataclass(frozen=True)
 class Spread:
-    """Mapping between the tokens of a packed row and their places in padded groups of sequences.
+    """Mapping between the tokens of a packed row and padded groups of sequences, into which the
+    tokens are copied. A place is the entry for one column of one sequence in a padded group.
 
     `index`: [p] int64, the index of the token at each place.
     `inverse`: [t] int64, the index of each token's place. If a token has several places, `inverse`
         contains the place whose output is used.
     `shapes`: for every group, the number b of its sequences and the length s of its longest
         sequence.
-    `repeated`: true if responses share a prompt, so that several places of one token have nonzero
-        gradients. Padding also repeats tokens, but does not make `repeated` true, because the
-        gradient of padding is 0.
+    `repeated`: true if responses share a prompt. Several copies of a prompt token then have nonzero
+        gradients, which the backward pass must sum. Padding contains copies of tokens, too. The
+        gradient of a copy in the padding is always 0, so padding alone leaves `repeated` false.
     """
 
     index: Tensor
@@ -121,9 +124,10 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """Takes the values at all places of the padded groups, [p, ...], and returns the values of
-        the tokens, [t, ...]. For each token, `inverse` contains the place from which `collect`
-        reads the token's value."""
+        """Copies values from padded groups of sequences back to the tokens. The argument `places`
+        [p, ...] contains the values at all places of the padded groups. The result [t, ...]
+        contains one value for each token. For each token, `inverse` contains the place from which
+        `collect` reads the token's value."""
         return _Collect.apply(places, self.inverse)
 
 
@@ -266,8 +270,10 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns two tensors for the sequences `members`. The first tensor, [b, s] int64, contains the
-    tokens' columns in the packed row. The second tensor, [b, s] bool, is False for padding."""
+    """Returns two tensors for a padded group of the sequences `members`. The first tensor, [b, s]
+    int64, contains the column of each token in the packed row. The second tensor, [b, s] bool, is
+    True at tokens and False at padding. At padding, the first tensor repeats the column of the
+    sequence's last token."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))

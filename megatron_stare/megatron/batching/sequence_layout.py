@@ -60,10 +60,10 @@ class SequenceLayout(ABC):
     """Assigns the tokens of sequences to positions and ranks. Micro-batches, the output layer and
     the reductions over ranks use a SequenceLayout.
 
-    The layout records the sample and the token of every position. A position's sample and token
-    determine the position's target, loss mask and index in the batch's canonical order, so
-    sequences can be split in any way. Ranks that hold chunks of the same sequences receive the same
-    share of the batch.
+    The layout records the sample and the token of every position. The sample and the token at a
+    position determine the target and the loss mask of the position, and the position's index in the
+    canonical order of the batch. A layout may therefore put a token at any position on any rank.
+    Ranks that hold chunks of the same sequences receive the same share of the batch.
     """
 
     @abstractmethod
@@ -76,8 +76,10 @@ class SequenceLayout(ABC):
         """Returns the part of the grid that this rank feeds to its model."""
 
     def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
-        """Marks all copies of a shared prompt except the first copy, so that the model skips the
-        marked copies. A layout without prompt sharing marks nothing.
+        """Finds the columns of a packed row that repeat the prompt of an earlier sample, so that
+        the model can skip these columns. Returns a copy of the grid, in which the field `shared`
+        contains the columns to feed to the model. If the layout does not share prompts, returns the
+        grid unchanged.
 
         Args:
             prompts: [samples of the micro-batch] int64 prompt length of each sample.
@@ -119,8 +121,8 @@ class SequenceLayout(ABC):
 @dataclass(frozen=True)
 class WholeSequences(SequenceLayout):
     """Layout with whole sequences on every tensor-parallel rank. Under sequence parallelism,
-    Megatron cuts a micro-batch's positions into one part per tensor-parallel rank, after the
-    embedding.
+    Megatron divides the output of the embedding layer over the tensor-parallel ranks, so that each
+    rank holds a part of the positions.
 
     `packed`: whether sequences are laid end to end in one row; if False, each sequence has its own
         row, padded on the right.

@@ -58,10 +58,10 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns an int64 tensor [t] of indices. Indexing the concatenated columns of all ranks
-        with this tensor restores a packed row. In the concatenation, the columns of rank 0 come
-        first, then the columns of rank 1, and so on. If entry i of the returned tensor is k, column
-        k of the concatenation is column i of the packed row."""
+        """Returns an int64 tensor [t] of indices, with which a packed row can be restored from the
+        columns that the context-parallel ranks hold. First concatenate the columns of all ranks in
+        rank order. Then use the returned tensor as an index into the concatenation. Entry i of the
+        returned tensor tells where the concatenation contains column i of the packed row."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

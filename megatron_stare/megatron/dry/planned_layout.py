@@ -93,8 +93,8 @@ def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
 def assumptions(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> list[str]:
-    """Lists the assumptions behind the byte counts of a plan, and the memory that the byte counts
-    leave out."""
+    """Returns the assumptions of a plan as a list of texts for the user. The last text names the
+    kinds of memory that the plan's byte counts leave out."""
     experts = parallel.tensor * parallel.replicas // parallel.expert
     shared = f"{parallel.replicas} data-parallel replicas" + (
         f" ({experts} of an expert's)" if shape.experts else ""
@@ -149,8 +149,11 @@ def faults(
 def _faults_of_replicas(
     plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig
 ) -> Iterator[str]:
-    """Checks that the ranks of every data-parallel replica together form each Hugging Face tensor
-    of the model exactly once, and form no other tensors. Yields each fault."""
+    """Checks the Hugging Face tensors that the ranks of each data-parallel replica hold. Together,
+    the ranks of a replica must hold all parts of every tensor of the model. The number of copies of
+    each part must be the number that `_copies` returns. No rank may hold a part of any other
+    tensor. There must be no more replicas than the layout requires. Yields a text for each
+    fault."""
     replicas = {
         False: parallel.replicas,
         True: parallel.tensor * parallel.replicas // parallel.expert,

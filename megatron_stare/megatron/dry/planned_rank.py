@@ -4,8 +4,8 @@ their sizes in bytes.
 `plan_rank` builds a rank with the same functions that a run uses. `plan_rank` builds the requested
 rank, and does not derive it from another rank by symmetry.
 
-`build_parts` builds the embedding and the head of a model, and one layer of each kind. From a
-layout and the result of `build_parts`, the function `stage_bytes` computes how many bytes the first
+`build_parts` builds the embedding and the head of a model, and one layer of each kind. The function
+`stage_bytes` takes the result of `build_parts` and a layout, and computes how many bytes the first
 rank of a pipeline stage needs. Many layouts can use the same result of `build_parts`. All layers of
 a model are alike, except that leading dense layers differ from layers with experts. Every rank
 holds some layers. A rank of the first stage also holds the embedding, and a rank of the last stage

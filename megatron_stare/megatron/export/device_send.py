@@ -161,11 +161,12 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes a bucket's handles to the engine, after the engine has received the previous
-        bucket. When `hand` and the next call of `meet` have returned, either the engine has
-        received the previous bucket, or sending has failed. If sending has failed, the trainer rank
-        that collects the handles has stored the error, and `hand` passes no later bucket to the
-        engine."""
+        """Passes the handles of a bucket to the engine. One trainer rank collects the handles. This
+        rank waits until the engine has received the previous bucket, and then sends the handles. If
+        waiting or sending fails, this rank stores the error. The call of `meet` that follows `hand`
+        waits for this rank. When this call of `meet` returns, every trainer rank on the engine's
+        devices knows whether sending has failed. If sending has not failed, the engine has received
+        the previous bucket. If sending has failed, `hand` passes no later bucket to the engine."""
         if self._failed:  # nobody would open or release the handle
             return
         handle = self._sender.handle(bucket)

@@ -78,9 +78,10 @@ def export_hf(
 def export_gradients(
     model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Returns the gradients in the form in which `export_hf` returns the weights. The gradients are
-    reduced over the data-parallel ranks. All ranks must call `export_gradients` after backward. If
-    the call comes after the optimizer step, the returned gradients are clipped.
+    """Returns the gradients as a dict of the same form as the dict of weights that `export_hf`
+    returns. Each returned gradient is already reduced over the data-parallel ranks. All ranks must
+    call `export_gradients` after backward. If the call comes after the optimizer step, the returned
+    gradients are clipped.
 
     Args:
         loss_scale: 0-dim factor by which the loss was multiplied, or None for a factor of 1.

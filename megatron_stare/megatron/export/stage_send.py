@@ -1,6 +1,6 @@
-"""Sends a pipeline stage's weights to the engines. The stage's first rank gathers and sends the
-weights. If `SyncTarget.owners_send` is True, each rank sends its own experts directly, without a
-gather."""
+"""Sends the weights of one pipeline stage to the inference engines. The first rank of the stage
+gathers the weights from the other ranks of the stage, and sends the gathered weights. If
+`SyncTarget.owners_send` is True, each rank sends its own experts directly, without a gather."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ class StageSend:
             pass
 
     def forget(self) -> None:
-        """Removes the data that this rank stored for the engines to fetch."""
+        """Deletes the weight files that this rank has written for the engines. Does nothing if this
+        rank sends weights without files."""
         if self._sender is not None:
             self._sender.forget()
 

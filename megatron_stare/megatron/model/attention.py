@@ -116,8 +116,8 @@ class SdpaCoreAttention(nn.Module):
         """Returns the keys and the values of all context-parallel ranks, concatenated in rank
         order.
 
-        Backward gives every rank the gradient of its own keys and values, summed over the queries
-        of all ranks.
+        In the backward pass, each rank receives the gradients of the keys and values that this rank
+        computed. These gradients are sums over the queries of all context-parallel ranks.
         """
         both = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=-1), group=self.context_group

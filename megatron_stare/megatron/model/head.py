@@ -4,7 +4,8 @@ The output layer processes only the hidden states that predict a response token.
 tensor-parallel rank computes its own columns of the logits. If the configuration does not set the
 mode of the output layer, `choose_head` chooses the mode that suits the free memory.
 
-Shape legend: a micro-batch has b rows, s positions and n response positions. H is the hidden size.
+Shape legend: b = rows of a micro-batch, s = positions in each row, n = response positions of a
+micro-batch, as in microbatch.py, H = hidden size, V = vocabulary size with padding.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ gradients are also correct if there are several tensor-parallel ranks. The exten
 rotary angles for packed sequences without boundaries, for which `cu_seqlens_q` is None.
 
 Shape legend: this rank holds s positions of b sequences, or t packed tokens. Rotary embeddings
-rotate d columns. The key-value latent has K columns, including the rotated columns.
+rotate d columns. The projection into the key-value latent has K output columns. These K columns
+include the d key columns that rotary embeddings rotate.
 """
 
 from __future__ import annotations

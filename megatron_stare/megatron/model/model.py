@@ -377,9 +377,9 @@ def hidden_states(
 
 def finish_gather(model: list[nn.Module]) -> None:
     """Gathers the updated parameters from all ranks immediately, so that other code can read the
-    parameters. If `overlap_param_gather` is on, Megatron itself would gather the updated parameters
-    later, during the next forward pass. If `overlap_param_gather` is off, `finish_gather` does
-    nothing. All ranks must call `finish_gather`."""
+    parameters before the next forward pass. If `overlap_param_gather` is on, Megatron does not
+    gather the updated parameters until the next forward pass. If `overlap_param_gather` is off,
+    `finish_gather` does nothing. All ranks must call `finish_gather`."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             with backend():

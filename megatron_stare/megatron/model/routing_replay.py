@@ -8,8 +8,9 @@ trainer replays the engine's choice of experts, the log-probs of engine and trai
 rounding. The gate values come from the trainer's own logits at the replayed experts, so the router
 still learns.
 
-Shape legend: s = positions and b = rows of a micro-batch on this rank, t = s b tokens of a router,
-L = layers, K = experts per token, E = experts.
+Shape legend: a micro-batch has b rows, and this rank holds s positions of each row. A router of
+this rank therefore processes t = s b tokens. L = layers of the model, K = experts per token, E =
+experts.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class GivenExperts(RouterReplay):
     a recomputation comes next. In a pipeline, forward passes of some micro-batches alternate with
     backward passes of other micro-batches. GivenExperts therefore detects recomputations without
     help from the caller. If a forward pass is recomputed during backward, the first run of the
-    forward pass has gradients disabled, and the recomputation has gradients enabled. Recomputations
-    come in the same order as the forward passes that ran without gradients.
+    forward pass has gradients disabled, and the recomputation has gradients enabled. Backward
+    recomputes the forward passes in the same order in which these forward passes first ran.
     """
 
     def __init__(self) -> None:
@@ -81,9 +82,10 @@ class GivenExperts(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores [t, K] and the indices [t, K] of the given experts. The argument
-        `scores` [t, E] contains the scores of all experts. Tokens without given experts get the
-        experts with the highest scores. Overrides Megatron's method."""
+        """Returns the scores [t, K] and the indices [t, K] of the experts for each token. The
+        argument `scores` [t, E] contains the scores of all experts. If `give` has set experts for a
+        token, the token gets these experts. If `give` has set no experts for a token, Megatron's
+        default rule chooses the experts with the highest scores. Overrides Megatron's method."""
         assert default_compute_topk is not None
         experts = self._next()
         highest, chosen = default_compute_topk(

@@ -11,18 +11,19 @@ change the number of data-parallel ranks, but no other part of the layout. The f
 layout, but megatron-core 0.16 and 0.19 raise an error for this format. This module instead cuts a
 stretch into boxes: one box for the whole rows of the stretch, and further boxes for the partial
 rows at its two ends. A box is a block of the tensor, with a start and a size in each dimension,
-like every ShardedTensor in Megatron's checkpoints. With boxes, nothing is gathered. In any layout,
-every rank writes and reads only its own boxes.
+like every ShardedTensor in Megatron's checkpoints. With boxes, nothing is gathered. In every
+parallel layout, a rank saves and loads only boxes whose elements the rank itself updates.
 
 The float32 master weights (masters) of 16-bit parameters are saved as float32. On load, the masters
 are converted to the form in which the optimizer stores masters. By default, Megatron's distributed
 optimizer holds the master weights, and passes the master weights to the inner optimizer as the
-tensors to update. If the distributed optimizer is precision-aware, it passes the parameters
-themselves to the inner optimizer, which keeps the masters in its state as "master_param". A
-bfloat16 parameter is its float32 master, rounded to the upper 16 bits. For a bfloat16 parameter,
-Transformer Engine's FusedAdam therefore keeps only the lower 16 bits of the master. For parameters
-that are not bfloat16, FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its
-masters on the host, and its state contains the masters as "master_param".
+tensors to update. A precision-aware distributed optimizer holds no master weights, and passes the
+16-bit parameters to the inner optimizer as the tensors to update. The inner optimizer then keeps
+the master weights in its own state, under the key "master_param". A bfloat16 parameter is its
+float32 master, rounded to the upper 16 bits. For a bfloat16 parameter, Transformer Engine's
+FusedAdam therefore keeps only the lower 16 bits of the master. For parameters that are not
+bfloat16, FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its masters on the
+host, and its state contains the masters as "master_param".
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Returns the float32 master weights [n] of a parameter. If the parameter contains half of the
-    bits of the master weights, the returned tensor is a new tensor that joins the two halves. If
-    the optimizer holds all bits of the master weights, the returned tensor is the optimizer's own
-    tensor.
+    """Returns the float32 master weights [n] of the n elements that this rank updates in one
+    parameter. If the optimizer stores complete float32 master weights, the returned tensor shares
+    memory with the optimizer's tensor. If the optimizer stores only the lower 16 bits of each
+    master weight, the bfloat16 parameter contains the upper 16 bits, rounded. In this case, the
+    returned tensor is a new tensor, computed from the two halves.
 
     Args:
         updated: [n] tensor that the optimizer updates.
@@ -172,11 +174,11 @@ def sharded_shards(
     per parameter.
 
     The data of each part is a view of one of the optimizer's tensors, with one exception. If the
-    optimizer holds only half of the bits of the master weights, `read_master` joins the master
-    weights in a new tensor, and the data of a master-weight part is a view of this new tensor. The
-    keys of the parts match the keys in Megatron's `fully_reshardable` format, so this module and
-    Megatron can load each other's checkpoints. A float32 parameter is its own master, and is saved
-    only with the model.
+    optimizer stores only the lower 16 bits of each master weight, `read_master` returns the
+    complete master weights as a new tensor. The data of each part of the master weights is then a
+    view of this new tensor. The keys of the parts match the keys in Megatron's `fully_reshardable`
+    format, so this module and Megatron can load each other's checkpoints. A float32 parameter is
+    its own master, and is saved only with the model.
 
     Args:
         parameters: sharded state of the trained model, which must hold the parameters themselves
@@ -220,8 +222,8 @@ def _parts(
     whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
 ) -> Iterator[ShardedTensor]:
     """Yields ShardedTensors for the elements [start, stop) of a parameter. Each ShardedTensor
-    contains one box of a tensor in `held`, and states the position of this box in the whole model's
-    tensor.
+    contains a box, which is a rectangular block of one of the tensors in `held`. The ShardedTensor
+    also states the position of the box in the tensor of the whole model.
 
     Args:
         held: tensors [stop - start] by kind.

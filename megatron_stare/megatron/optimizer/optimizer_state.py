@@ -3,17 +3,19 @@ does not depend on the parallel layout.
 
 If experts are divided over ranks, Megatron has a separate optimizer for experts. If experts are not
 divided over ranks, one optimizer updates all parameters. Megatron's own checkpoints contain the
-settings of each optimizer. This module saves only tensors and the step count, under names that do
-not contain an optimizer's index in the chain. On a resume, the optimizers' settings come from the
-configuration, and the schedule sets the learning rates before every step.
+settings of each optimizer. This module saves only tensors and the step count. The name of a saved
+tensor does not contain the index of the optimizer that updates the tensor. On a resume, the
+optimizers' settings come from the configuration, and the schedule sets the learning rates before
+every step.
 
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW stores the step count once per parameter, as a tensor. The FusedAdam optimizers of
 Transformer Engine and Apex store the step count once per parameter group, as a number. FusedAdam
 creates the step count at its first step, so the place of the step count is not visible in a new
 optimizer. `step_place` therefore lets the optimizer update a probe, which is a parameter with one
-element. `step_place` then looks where the optimizer has stored the step count. With the probe,
-`step_place` can find the step count of any class of optimizer.
+element. `step_place` then looks where the optimizer has stored the step count. Updating a probe
+works for AdamW and for both FusedAdam optimizers. A HybridDeviceOptimizer cannot update a probe, so
+`step_place` then updates a probe with a new optimizer, as `_place_on_the_host` describes.
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ def push_of(
     """Returns, for every token, the negative derivative of the on-policy loss with respect to the
     token's log-prob, [N]. Gradient descent on a token's logits changes the logits in proportion to
     the returned value times (one_hot - p), where p is the policy's distribution and one_hot is the
-    one-hot vector of the sampled token. The loss itself is differentiated, so weights, masks,
-    aggregation and corrections are included."""
+    one-hot vector of the sampled token. `push_of` differentiates the trainer's own loss function.
+    The derivatives therefore include the token weights, the masks, the aggregation and the
+    corrections of the loss."""
     log_prob = tokens.old_log_prob.detach().requires_grad_()
     with torch.enable_grad():
         losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]

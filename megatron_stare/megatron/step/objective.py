@@ -1,5 +1,5 @@
-"""Defines the objective of one optimizer step on the last pipeline stage. The objective consists of
-the method's loss over the step's micro-batches, and of the metrics to log.
+"""Defines the objective of one optimizer step on the last pipeline stage. An `Objective` computes
+the method's loss for each micro-batch of the step, and lists the metrics to log.
 
 Shape legend: N = response positions of this rank, n = response positions of a micro-batch, as in
 microbatch.py.
@@ -42,7 +42,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of one optimizer step, and the metrics logged for it.
+    """The loss of one optimizer step, and the metrics that are logged for the step.
 
     `tokens`: this rank's N positions. The positions of other mini-batches are masked, and the token
         counts cover only this mini-batch.

@@ -1,6 +1,8 @@
-"""Runs the log-prob pass and the training pass over a batch. The log-prob pass runs only the
-model's forward pass, and computes log-probs and entropies. The training pass runs the model's
-forward pass and backward pass, and computes the gradient.
+"""Runs the log-prob pass and the training pass over a batch. The log-prob pass computes log-probs
+and entropies, and runs only the model's forward pass. The training pass computes the gradient, and
+normally runs the model's forward pass and backward pass. If the log-prob pass kept the last hidden
+states, the training pass starts from these hidden states, and does not run the model's forward pass
+again.
 
 The two passes run Megatron's pipeline schedule over the same micro-batches. On-policy ratios are
 therefore 1. `Reference` is the reference policy in the KL term. The reference policy's log-probs

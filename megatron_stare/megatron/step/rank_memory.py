@@ -16,8 +16,8 @@ from megatron_stare.process.memory import device_used_bytes, take_peak_bytes
 
 class SavedForBackward:
     """Counts the bytes that autograd currently keeps for backward, and the peak of these bytes
-    since the last `take_peak`. If several saved tensors use the same memory, this memory is counted
-    once. The counted bytes exclude the policy's own memory."""
+    since the last `take_peak`. If several saved tensors share one storage, the bytes of this
+    storage are counted once. The counted bytes exclude the policy's own memory."""
 
     def __init__(self) -> None:
         self._own: frozenset[int] = frozenset()

@@ -2,8 +2,9 @@
 show whether a checkpoint restored the whole state.
 
 The log-probs of a canary batch verify the weights, but not the optimizer. If the optimizer state is
-not restored, no error is raised, and the effect appears only in later steps. The totals of the sums
-over all ranks are the same in every layout, up to rounding in float64.
+not restored, no error is raised, and the effect appears only in later steps. Each rank computes the
+sums of its own part of the state. If the sums of all ranks are added, the totals are the same in
+every parallel layout, up to rounding in float64.
 """
 
 from __future__ import annotations

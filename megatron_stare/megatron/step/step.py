@@ -1,11 +1,12 @@
 """Processes a rollout batch on one rank of the trainer, from the log-prob pass to the last
 optimizer step.
 
-The caller calls `compute_log_probs`, then `measure`, then `update` for each mini-batch of each
-epoch. `measure` computes the statistics of the rollout batch, and then computes the method's state
-for this step. `update` computes and clips the gradient and takes an optimizer step. Only the last
-pipeline stage holds log-probs, statistics and losses. All other pipeline stages only run forward
-and backward passes.
+For each rollout batch, the caller calls `compute_log_probs` once and then `measure` once. After
+these two calls, the caller calls `update` once for each mini-batch of each epoch. `measure`
+computes the statistics of the rollout batch, and then computes the method's state for this step.
+`update` computes and clips the gradient and takes an optimizer step. Only the last pipeline stage
+holds log-probs, statistics and losses. All other pipeline stages only run forward and backward
+passes.
 """
 
 from __future__ import annotations
@@ -242,8 +243,10 @@ class Step:
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns one TokenNumbers per update of the first epoch, for this rank's tokens of the
-        watched samples. Waits for the device.
+        """Returns a list with one TokenNumbers for each update of the first epoch. The TokenNumbers
+        of an update describes the tokens of the watched samples in this rank's part of the
+        mini-batch. The argument `watched` of `update` lists the watched samples. If `watched` is
+        empty, `update` adds no TokenNumbers to the list. Waits for the device.
 
         Returns an empty list on all ranks except the first rank of each tensor-parallel group of
         the last pipeline stage.
@@ -314,7 +317,9 @@ class Step:
     def _observe(self, part: RankBatch, *, taken: bool) -> dict[str, Tensor]:
         """Measures how much the first update changed the entropy, if this step measures the change,
         and passes the change to the method. Also tells the method if the optimizer step was not
-        taken. All ranks must call `_observe`. Returns the metric of the change, or {}."""
+        taken. All ranks must call `_observe`. Returns a dict with the metric
+        `forecast/measured_change`. The dict is empty if the change was not measured, and on all
+        pipeline stages but the last."""
         policy, change = self._policy, dict[str, Tensor]()
         watched, due = self._config.observability, self._is_due(self._method.measures_every)
         measures = due or (watched.entropy_forecast and self._is_due(watched.measured_every))

@@ -1,8 +1,8 @@
 """Defines the conditions that rules test on the metrics of a step. A condition can compare a step
 with a window of earlier steps. The code here is pure.
 
-Each kind of condition is a class. The table `RULES` in rules.py lists each condition and its
-consequence.
+Each kind of condition is a class. The table `RULES` in rules.py contains the conditions, and the
+consequence of each condition, such as an alert or the end of the run.
 """
 
 from __future__ import annotations
@@ -243,9 +243,8 @@ class _Sides(Window):
     inside the band (0). Records NaN for a step without an entropy target.
 
     Entropy can jump over the whole band from one step to the next. If no earlier step was inside
-    the band, a jump over the whole band counts as reaching the target. `_Sides` then records the
-    side 0 (inside the band) for the first step after the jump, although the entropy of this step is
-    outside the band.
+    the band, a jump over the whole band counts as reaching the target. For the first step after
+    such a jump, `_Sides` therefore records 0, as if the step were inside the band.
     """
 
     reached = False
@@ -299,9 +298,10 @@ class Grown(Condition):
     factor `times` since the start of the run. Also requires that the step's mean log-prob
     difference (`agreement/mean`) is above `least`.
 
-    `setting`: name of the run setting that replaces the field `times`, or "" if no setting replaces
-        `times`. If `setting` is not empty, the product of `TREND_FLOOR` and the run setting
-        `agreement.mean` replaces the field `least`.
+    `setting`: name of a run setting, or "". If `setting` is the name of a run setting, the value of
+        this run setting is used instead of the default value of `times`. In this case, the product
+        of `TREND_FLOOR` and the run setting `agreement.mean` is used instead of the default value
+        of `least`.
     """
 
     times: float = TREND
@@ -320,8 +320,9 @@ class Grown(Condition):
 
 @dataclass(frozen=True)
 class Spike(Condition):
-    """Tests whether the metric exceeds the median of earlier steps by more than a margin. The
-    margin is the spread of the earlier steps, multiplied by the factor `spreads`.
+    """Tests whether the value of the metric is far above the values in earlier steps. The limit is
+    the median of the earlier values plus a margin. The margin is the spread of the earlier values,
+    multiplied by the factor `spreads`.
 
     `both_ways`: whether a value far below the median also counts as a spike.
     `spreads`, `steps`, `known`: values from the run's settings, which config/fault_sections.py
@@ -398,6 +399,7 @@ class Judge:
         return self._conditions[name].judge(row, self.windows[name])
 
     def remember(self, row: Row) -> None:
-        """Adds a step's metrics to the windows with which later steps are compared."""
+        """Adds the metrics of a step to the windows of the conditions. `judge` compares the metrics
+        of later steps with the values in these windows."""
         for name, when in self._conditions.items():
             self.windows[name].add(when.figure(row))

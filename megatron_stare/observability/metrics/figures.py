@@ -210,9 +210,10 @@ def _reward(s: dict[str, float | None]) -> Figure:
 
 
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
-    """Returns two evaluation results on one task: the result with sampled responses and the result
-    with greedy decoding. If training improved the sampled result and worsened the greedy result,
-    the greedy result is not marked as bad news."""
+    """Returns two figures for the evaluation results on one task. The first figure shows the result
+    with sampled responses. The second figure shows the result with greedy decoding. If training
+    improved the sampled result and worsened the greedy result, the greedy result is not marked as
+    bad news."""
     on = run.on_task(task)
     labels = labels_of(on, task)
     sampled = _pass_at_1(on, labels[0], "pass1", "correct")
@@ -223,8 +224,8 @@ def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
 
 
 def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
-    """Returns the labels of two evaluation results on a task: the result with sampled responses and
-    the result with greedy decoding.
+    """Returns two labels for the evaluation results on a task. The first label names the result
+    with sampled responses. The second label names the result with greedy decoding.
 
     Args:
         run: the run with only the evaluations on this task.
