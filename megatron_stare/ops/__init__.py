@@ -1,5 +1,5 @@
-"""Computes log-probs, entropies and batch statistics from tensors that are sharded over ranks, and
-plans micro-batches."""
+"""Computes log-probs, entropies and statistics of a batch, from tensors that can be sharded over
+ranks. Also splits a batch into micro-batches."""
 
 from megatron_stare.process.vector_maths import settle
 

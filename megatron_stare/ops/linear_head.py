@@ -19,7 +19,8 @@ gradient with respect to the hidden states, this module sums only over this rank
 columns. The module megatron/model/head.py then sums the hidden states' gradient over the ranks of
 the tensor-parallel group.
 
-Shape legend: n = rows, H = hidden size, V = vocabulary columns of this rank.
+Shape legend: n = rows of the hidden states (one row per token), H = hidden size, V = vocabulary
+columns of this rank.
 """
 
 from __future__ import annotations
@@ -326,9 +327,10 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Raises RuntimeError if the slopes `used` and `slope` differ by more than rounding errors can
-    explain. A difference beyond rounding errors means that the loss of one token depends on other
-    tokens. On a GPU, the error is raised at the next synchronisation.
+    """Checks that a loss does not couple tokens. Raises RuntimeError if the slopes `used` and the
+    slopes `slope` differ by more than rounding errors can explain. Slopes that differ by more than
+    rounding errors show that the loss of one token depends on other tokens. On a GPU, the error is
+    raised at the next synchronisation.
 
     Args:
         used: the slopes from which the gradient was computed.

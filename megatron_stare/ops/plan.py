@@ -25,9 +25,9 @@ class PlanRules:
         sequence is right-padded to the length of the micro-batch's longest sequence.
     `multiple`: a number that divides every rank's number of micro-batches. For virtual pipelines,
         `multiple` is the number of pipeline stages.
-    `each`: the length of every sequence is padded to a multiple of `each` tokens. For context
-        parallelism, `each` is twice the number of context-parallel ranks.
-    `cost`: function that returns the work for a sequence with a given number of tokens
+    `each`: number of tokens. Every sequence is padded to a length that is a multiple of `each`. For
+        context parallelism, `each` is twice the number of context-parallel ranks.
+    `cost`: function that maps the number of tokens in a sequence to the work for this sequence
         (ModelFamily.cost). By default, the work for a sequence is its number of tokens.
     `mini_batch_prompts`: number of prompt groups in the mini-batch of an optimizer step, or None
         for all prompt groups of the rollout batch.

@@ -114,7 +114,9 @@ def _sums(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns a dict that maps the name of each request to two float64 scalars: the sum of x where
     the mask is True, and the number of positions where the mask is True. Float64 represents every
-    count exactly. Sums without `exact` are almost the same in every parallel layout."""
+    count exactly. If a request has `exact` and all values are smaller in magnitude than `_MOST`,
+    the sum has the same bits in every parallel layout. Without `exact`, the sums in two parallel
+    layouts can differ by rounding errors."""
     rows = []
     exact: dict[str, Tensor] = {}
     for name, request in requests.items():
@@ -145,10 +147,12 @@ def _sums(
 
 
 def _exact_parts(x: Tensor) -> Tensor:
-    """Returns [1 + number of _UNITS] float64, whose sums over ranks add up to the sum of x: first
-    the sum of the values that are not below _MOST, then for each unit a whole number of units. The
-    whole numbers are added without rounding, so their order does not matter. What is left below the
-    smallest unit is dropped."""
+    """Splits the sum of x into parts that can be added over ranks. Returns a float64 tensor of 1 +
+    len(_UNITS) parts. The first part is the sum of all values in x whose magnitude is `_MOST` or
+    more, including inf and NaN. Each of the other parts belongs to one unit in `_UNITS`, and counts
+    how many whole units the values contain. Whole numbers are added without rounding, so the order
+    of values and ranks does not matter. If the rest of a value is smaller than the smallest unit,
+    the function drops this rest."""
     small = x.abs() < _MOST
     sums, left = [torch.where(small, 0.0, x).sum()], torch.where(small, x, 0.0)
     for unit in _UNITS:
@@ -261,7 +265,7 @@ def _places(request: Quantile, n: Tensor) -> list[Tensor]:
 
 def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
     """Computes a quantile from `values`, the sorted values at the positions that `_places` returns.
-    Returns NaN if n is 0."""
+    The quantile of an empty set of values (n = 0) is NaN."""
     value = values[0]
     if request.interpolation == "linear":
         place = _place(request, n)

@@ -18,7 +18,7 @@ def sums(
     for float64 logits, and float32 for all other logits. The first four rows contain m, s, t and
     z_target for each token, computed from this rank's vocabulary columns. If there are six rows,
     the last two rows contain q and u for each token. The logit of the target token is z_target. The
-    module vocab_parallel.py defines m, s, t, q and u.
+    docstring of vocab_parallel.py contains the formulas of m, s, t, q and u.
 
     Args:
         logits: [N, V].

@@ -9,11 +9,12 @@ For each logit z, let d = (z - m) / temperature and e = exp(d). The forward pass
 over the row: s = sum(e), t = sum(d e), q = sum(e^2) and u = sum(d e^2). If the next block contains
 a logit above m, the forward pass increases m and rescales the sums s, t, q and u. With h = (m_old -
 m_new) / temperature, the rescaled sums are exp(h) s, exp(h) (t + h s), exp(h)^2 q and exp(h)^2 (u +
-h q). Only the log-prob pass uses the sums q and u. The training pass runs the same kernel and
-discards the sums q and u. A kernel without the sums q and u might round the sums s and t
-differently, so the importance ratios of the first update might differ from 1. According to
-instruction counts, memory bandwidth limits the kernel's speed, so computing the sums q and u should
-cost no time.
+h q). The log-prob pass and the training pass run the same kernel, although only the log-prob pass
+uses the sums q and u. The training pass discards q and u. A second kernel that computes only s and
+t might round s and t differently. With such a kernel in the training pass, the two passes would
+compute slightly different log-probs from the same weights, and the importance ratios of the first
+update might differ from 1. According to instruction counts, memory bandwidth limits the kernel's
+speed, so computing the sums q and u should cost no time.
 
 Shape legend: N = tokens, V = vocabulary columns of this rank.
 """

@@ -34,9 +34,11 @@ class Seen:
     """Measured time of one phase in one run, and the inputs of the time model for this phase.
 
     `ideal`: value that the time model multiplies by the coefficient `inverse`. The unit of `ideal`
-        is seconds, or bytes for the weight sync.
+        is seconds, or bytes for the weight sync. For the rollout, `ideal` is the predicted time
+        with `decode_layer_s` = 0. For every other phase, `ideal` is `Work.ideal`.
     `other`: value that the time model multiplies by the coefficient `times`. The unit of `other` is
-        seconds.
+        seconds. For the rollout, `other` is the time that the layers would add to the prediction
+        with `decode_layer_s` = 1 second. For every other phase, `other` is `Work.moved`.
     `seconds`: measured seconds of the phase, minus `Work.fixed`. `Work.fixed` is the predicted time
         of communication and offloading, which is not fitted. For the rollout phase, `seconds` is
         the measured time, and `Work.fixed` is not subtracted. The value of `seconds` is above 0.

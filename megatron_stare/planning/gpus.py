@@ -1,8 +1,9 @@
 """Defines the numbers that a plan uses for a GPU: data-sheet values with their source, and
 coefficients.
 
-Coefficients are numbers that the time model needs but that no data sheet contains. Coefficients are
-assumed, or fitted to a run and stored in a JSON file.
+Coefficients are numbers that the time model needs but that no data sheet contains. The default
+values of the coefficients are assumptions. A calibration fits the coefficients to the measured
+times of runs, and stores the fitted coefficients in a JSON file.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ class Coefficients:
     in `_mfu` or `_efficiency` is the share of a GPU's peak rate that a run reaches. Each
     coefficient whose name ends in `_bytes_s` is a rate in bytes/s. The coefficients
     `decode_layer_s` and `fixed_s` are times in seconds. The coefficients `log_prob_moves` and
-    `update_moves` are times in a unit that is called a move.
+    `update_moves` are times in a unit that is called a move. One move is the time that a GPU needs
+    to read or write one hidden state at full memory bandwidth.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
-    `log_prob_moves`, `update_moves`: time of all operations except matrix products, per token and
-        layer, in moves. A move is the time that a GPU needs to move one hidden state through its
-        memory at full bandwidth. If `log_prob_moves` is 0, `log_prob_mfu` also accounts for the
-        time of operations other than matrix products. If `update_moves` is 0, `update_mfu` also
-        accounts for the time of operations other than matrix products.
+    `log_prob_moves`, `update_moves`: time of all operations except matrix products, for one token
+        in one layer. The unit of this time is the move. If `log_prob_moves` is 0, `log_prob_mfu`
+        also accounts for the time of operations other than matrix products. If `update_moves` is 0,
+        `update_mfu` also accounts for the time of operations other than matrix products.
     `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.
     `decode_efficiency`: share of memory bandwidth that decoding reaches.
     `decode_layer_s`: seconds that each layer adds to a decoding step, whatever the batch size. If
@@ -178,8 +179,8 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
     """Returns a copy of `start`, updated with the coefficients in `found`. Raises ConfigError if a
-    coefficient in `found` is a share of the GPU's peak rate and is above 1. A share above 1 means
-    that the run used a faster GPU than the GPU that the user named."""
+    coefficient in `found` is a share of the GPU's peak rate and is above 1. No GPU exceeds its own
+    peak rate, so a share above 1 means that the user named a slower GPU than the GPU of the run."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:
             raise ConfigError(

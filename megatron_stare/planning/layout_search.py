@@ -128,11 +128,11 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts. For each parallel size, such as the tensor-parallel
-    size, the distance grows by n if the sizes in the two layouts differ by a factor of 2^n. If the
-    two layouts' micro-batch sizes differ by a factor of 2^n, the distance grows by n/2. If the
-    layouts use different kinds of recomputation, the distance grows by 1. If the optimizer is
-    distributed in only one of the layouts, the distance also grows by 1."""
+    """Returns the distance between two layouts, a sum of several terms. Each parallel size, such as
+    the tensor-parallel size, adds n if the larger of the two sizes is 2^n times the smaller size.
+    The micro-batch size adds n/2 if the larger of the two micro-batch sizes is 2^n times the
+    smaller micro-batch size. Different kinds of recomputation in the two layouts add 1. An
+    optimizer that is distributed in only one of the layouts adds 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

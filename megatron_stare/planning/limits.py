@@ -2,9 +2,10 @@
 with the time that `megatron-stare plan` predicts.
 
 A limit below the predicted time is an error, because a run of the planned size would time out. The
-error contains the limit and the predicted time. The time limits are compared only if the kind of
-GPU is known, because a plan without a GPU has only the nominal rates of a CPU. The setting
-`plan.gpu` names the kind of GPU.
+error contains the limit and the predicted time. If the kind of GPU is unknown, the limits are not
+checked, because no time can be predicted. If the run uses no GPU, the limits are not
+checked, because the nominal rates of a CPU give no reliable prediction. The setting `plan.gpu`
+names the kind of GPU.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ in a group have the same length. Fused kernels keep fewer bytes than `activation
 the sequences in a group differ in length, their padding adds bytes that are not counted.
 tests/megatron/test_recompute.py checks that the counts agree with the saved tensors within 1 %.
 
-For each phase, `budget` determines the bytes of every item in a GPU's memory. docs/colocation.md
-lists what is in a GPU's memory in each phase. For the first rank of each pipeline stage, `Fit`
-builds the model and the optimizer on torch's meta device, where tensors have no data, and counts
-the bytes of the tensors. `PlannedFit` checks many layouts of a run. `PlannedFit` builds only the
-embedding, the head and one layer of each kind, and computes the bytes of the ranks from the sizes
-of these parts.
+The function `budget` lists, for each phase of a step, the items in a GPU's memory and the size of
+each item in bytes. Examples of items are the gradients and the KV cache. docs/colocation.md lists
+what is in a GPU's memory in each phase. For the first rank of each pipeline stage, `Fit` builds the
+model and the optimizer on torch's meta device, where tensors have no data, and counts the bytes of
+the tensors. `PlannedFit` checks many layouts of a run. `PlannedFit` builds only the embedding, the
+head and one layer of each kind, and computes the bytes of the ranks from the sizes of these parts.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Budget:
 
     @property
     def cache_room(self) -> int:
-        """Size in bytes of the largest KV cache for which all phases with a KV cache fit into the
-        GPU's memory. If a phase with a KV cache needs more than the GPU's memory even without its
-        KV cache, the returned size is negative."""
+        """Largest size, in bytes, that the KV cache can have without exceeding the GPU's memory in
+        any phase with a KV cache. The size is negative if the other items of such a phase already
+        need more than the GPU's memory."""
         with_cache = [phase for phase, items in self.phases.items() if "cache" in items]
         return min(
             self.capacity - self.total(phase) + self.phases[phase]["cache"] for phase in with_cache

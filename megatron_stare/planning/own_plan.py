@@ -104,7 +104,9 @@ class ModelFlops:
             self._peak = None if gpu is CPU else gpu.flops
 
     def metrics(self, batch: RolloutBatch, measured: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics `perf/train_...` and `perf/mfu` of a step.
+        """Returns the metrics `perf/train_tflops`, `perf/train_mfu` and `perf/mfu` of a step.
+        Without measured times of the log-prob pass and the update, returns no metrics. For an
+        unknown GPU, returns only `perf/train_tflops`.
 
         Args:
             measured: the step's other metrics.

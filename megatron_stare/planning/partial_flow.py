@@ -59,7 +59,9 @@ class _Cohort:
 def partial_flow(
     groups: int, samples: int, under_way: int, tokens: int, mean: float, longest: int
 ) -> PartialFlow:
-    """Simulates a run with partial rollouts, and returns averages over the simulated steps.
+    """Simulates the steps of a run with partial rollouts, round by round. Returns averages over
+    COUNTED simulated steps and over the rounds of these steps. The first WARM_UP simulated steps do
+    not count.
 
     Args:
         groups: number of prompt groups on which the run trains in each step.

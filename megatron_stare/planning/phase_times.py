@@ -117,8 +117,8 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Returns the mean lengths `prompt` and `response`, in tokens. If a length is None, the
-        length that the configuration expects is used instead."""
+        """Returns the mean lengths `prompt` and `response`, in tokens. If an argument is None, the
+        property `Config.expected_lengths` supplies this length."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
@@ -136,7 +136,7 @@ class Work:
     `moved`: seconds that the ranks need to read or write every hidden state once, at full memory
         bandwidth. These seconds include the pipeline's idle time. A token has one hidden state per
         layer. The method `seconds` multiplies `moved` by the argument `moves`. The argument `moves`
-        is the number of hidden states that the phase reads or writes per token and layer.
+        is the number of times that the phase reads or writes each hidden state.
     """
 
     ideal: float
@@ -152,7 +152,8 @@ class Step:
     """Predicted times of a training step.
 
     `phases`: seconds by phase, without checkpoints.
-    `seconds`: seconds of the whole step, without checkpoints.
+    `seconds`: predicted duration of the whole step in seconds. The duration includes neither
+        checkpoints nor evaluations.
     `checkpoint`: seconds of one checkpoint.
     `flops`: model FLOPs of the trainer's passes, not counting recomputation.
     `tokens`: prompt and response tokens of the step.
@@ -351,9 +352,9 @@ class RequestTime:
     `beside`: number of other requests in the server's batch.
     `tokens`: maximum number of tokens that a request adds to its response.
     `longest_s`: duration of a request that adds the maximum number of tokens.
-    `first_s`: expected duration of the first request that a rollout completes. The prediction
-        assumes that this request adds as many tokens as a response has on average, but at most
-        `tokens`.
+    `first_s`: expected duration of the first request that is completed in a rollout. The prediction
+        assumes that the first completed request adds the mean number of tokens of a response. If
+        the mean is above `tokens`, the prediction uses `tokens` instead of the mean.
     """
 
     beside: float
@@ -528,7 +529,8 @@ def _tensor_seconds(
     *,
     times: int,
 ) -> float:
-    """Returns the seconds that tensor-parallel collectives on hidden states take.
+    """Returns the seconds that a rank spends on exchanging hidden states with the other
+    tensor-parallel ranks.
 
     Args:
         times: number of forward passes. A backward pass counts as two forward passes.

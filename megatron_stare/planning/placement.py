@@ -99,7 +99,8 @@ class Demand:
 
     @property
     def part_gpus(self) -> int:
-        """Number of GPUs that a replica takes on each of its nodes."""
+        """Number of GPUs that one replica uses on one node. A replica uses the same number of GPUs
+        on each of its nodes."""
         return self.replica_gpus // self.replica_nodes
 
     @property

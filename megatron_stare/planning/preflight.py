@@ -50,11 +50,11 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """Input of each check in the dicts CONFIGURATION and RUN. Contains a resolved run, and says
-    whether the run's model may be absent.
+    """Input of each check in the dicts CONFIGURATION and RUN.
 
-    `published`: if True and the model's folder is absent, the shape of the published model, which
-        ships with the package, may stand in.
+    `run`: the run to check, with its configuration and the shape of its model.
+    `published`: True if the model's folder may be missing on this machine. If the folder is
+        missing, the checks use the shape of the published model, which ships with the package.
     """
 
     run: ResolvedRun
@@ -215,8 +215,8 @@ def check_best(config: Config) -> None:
 
 
 def check_runner(config: Config) -> None:
-    """Raises ConfigError if the run uses the inline runner, which has one process, but the layout
-    has several ranks."""
+    """Raises ConfigError if a run with the inline runner has several ranks. The inline runner has
+    only one process, and each rank needs a process of its own."""
     if config.runtime.runner == "inline" and config.parallel.world_size != 1:
         raise ConfigError(
             f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
@@ -366,8 +366,9 @@ def check_eight_bits(config: Config, method: Method) -> None:
 
 def check_statistics(config: Config, method: Method) -> None:
     """Raises ConfigError if the lagged gate skips the log-prob pass although the method or another
-    setting needs this pass. Also raises ConfigError if the method needs the entropy change of one
-    update, but a step has several updates or `statistics.scope` is `micro_batch`."""
+    setting needs the log-prob pass. Also raises ConfigError in two cases for a method that needs
+    the entropy change of one update: a step has several updates, or `statistics.scope` is
+    `micro_batch`."""
     if method.measures_every and config.batch.updates > 1:
         raise ConfigError(
             f"{config.algorithm.name} learns from the entropy change of one update, and a rollout"
@@ -421,9 +422,9 @@ def check_statistics(config: Config, method: Method) -> None:
 
 
 def check_head(config: Config, method: Method) -> None:
-    """Raises ConfigError if the language-model head computes gradients during forward
-    (`gradient_in_forward`) although the loss of a token depends on the other tokens of its
-    response."""
+    """Raises ConfigError if the setting `model.head` is `gradient_in_forward`, and the loss of a
+    token depends on other tokens of the same response. With `gradient_in_forward`, the gradient of
+    a token is computed in the forward pass, before the log-probs of later tokens are known."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
             f"{config.algorithm.name} couples the tokens of a response, so the gradient for one"

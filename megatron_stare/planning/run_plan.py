@@ -48,7 +48,8 @@ def text(plan: Plan) -> str:
 
 
 def layout(parallel: ParallelConfig) -> str:
-    """Describes a layout by the parallel sizes that are above 1, such as `TP 8, PP 4`."""
+    """Describes a layout by its parallel sizes, such as `TP 8, PP 4`. Sizes of 1 are left out. If
+    all parallel sizes are 1, the description is `one rank`."""
     cuts = [
         f"{short} {getattr(parallel, name)}"
         for name, short in _SHORT.items()
@@ -58,9 +59,10 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def bar(budget: Budget, phase: str) -> str:
-    """Draws a phase's memory as a bar with one letter per item. The space between the brackets `[`
-    and `]` stands for the GPU's memory. If the phase needs more memory than the GPU has, the bar
-    continues to the right of `]`."""
+    """Draws the memory of a phase as a bar of letters. Each item in the memory has its own letter,
+    such as G for gradients. The number of times that the letter is drawn is proportional to the
+    item's bytes. The space between the brackets `[` and `]` stands for the GPU's memory. If the
+    phase needs more memory than the GPU has, the bar continues to the right of `]`."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH
@@ -354,8 +356,9 @@ def for_launch(plan: Plan) -> str:
 
     `grace_s` is twice the sum of the predicted step time and the predicted checkpoint time, rounded
     up to whole minutes, but at least 300 seconds. A step can last longer than predicted, because
-    dynamic sampling can take several rounds. Raises UserError if the run does not fit into the
-    GPUs' memory.
+    dynamic sampling can take several rounds. Raises UserError in two cases: a phase needs more
+    memory than a GPU has, or the KV cache of a server is too small for the longest possible
+    sequence.
     """
     if plan.faults:
         raise UserError(

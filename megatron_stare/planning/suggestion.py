@@ -12,10 +12,11 @@ P + (W - 1) G+ + (M - 1) G-. The suggested weights satisfy the following equatio
 
 W must be in [1, AMPLIFY_MAX], and M must be in [ATTENUATE_MIN, 1]. If no allowed W and M satisfy
 the equation, the module suggests the allowed W and M that bring the two sides of the equation
-closest together. If the predicted entropy falls with all allowed weights, and G+ is 0 or slightly
-negative, the module suggests `AMPLIFY_MAX` for W. The true G+ may then be positive, and a large W
-would raise the entropy. The script benchmarks/laboratory/held_out.py compares the suggested
-settings with a sweep over weights and targets.
+closest together. The module suggests `AMPLIFY_MAX` for W if two conditions both hold: the entropy
+is predicted to fall for every allowed pair of W and M, and the measured G+ is 0 or slightly
+negative. Even if the measured G+ is slightly negative, the true G+ may be positive. If the true G+
+is positive, a large W raises the entropy. The script benchmarks/laboratory/held_out.py compares the
+suggested settings with a sweep over weights and targets.
 """
 
 from __future__ import annotations

@@ -226,9 +226,9 @@ class Interruption:
         raise KeyboardInterrupt
 
     def guard(self, on: bool) -> None:
-        """Makes the main thread restore the signal handlers of this process. If `on` is True, the
-        main thread restores the handlers repeatedly until `guard(False)` is called. If `on` is
-        False, the main thread restores the handlers one last time."""
+        """Makes the main thread restore the signal handlers of this process. `guard(True)` begins a
+        period in which the main thread restores the handlers again and again. `guard(False)` ends
+        this period, after the main thread has restored the handlers one last time."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -478,11 +478,12 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares the beginning or the end of the time in which the run makes training steps. A number
-    in `grace_s` declares the beginning, and None declares the end. While the run makes training
-    steps, `poll` raises KeyboardInterrupt in two cases only: inside an `open_to` context for the
-    received signal, or later than `grace_s` seconds after a signal in ENDING. Between two steps,
-    the session calls `raise_if_received` instead of `poll`.
+    """Declares the beginning or the end of the time in which the run makes training steps. A
+    call with a number in `grace_s` declares that the training steps begin. A call with None
+    declares that the training steps end. While the run makes training steps, `poll` raises
+    KeyboardInterrupt in two cases only: inside an `open_to` context for the received signal, or
+    later than `grace_s` seconds after a signal in ENDING. Between two steps, the session calls
+    `raise_if_received` instead of `poll`.
 
     Args:
         grace_s: seconds after a signal in ENDING until the run ends at its next poll; None: the
@@ -506,8 +507,9 @@ def open_to(*numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defers signals inside this context, for code that shuts processes down. A signal that arrives
-    inside this context prints a message, but raises no exception before the context ends."""
+    """Prevents signals from interrupting the code inside this context, such as code that shuts
+    processes down. A signal that arrives inside this context prints a message, but raises no
+    exception before the context ends."""
     _current.closing(1)
     try:
         yield
@@ -522,8 +524,9 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Returns True if a signal or --stop-after ends the run, and the run can still save a
-    checkpoint of its last complete step."""
+    """Returns True if two conditions both hold: a signal or --stop-after ends the run, and the run
+    can still save a checkpoint of its last complete step. Returns False if the run makes no
+    training steps."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
@@ -574,8 +577,8 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     tasks of this event loop. Signals have the same effect as in `run_on`.
 
     All calls of `run_whole` on one thread use the same event loop, whereas each call of asyncio.run
-    makes a new event loop. Therefore, if a user's environment keeps a client or a semaphore, this
-    object also works in the next step.
+    makes a new event loop. A user's environment can therefore keep a client or a semaphore, which
+    is bound to one event loop, from one step to the next.
     """
     loop = _of_thread.kept.loop
     try:

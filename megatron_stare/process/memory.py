@@ -83,8 +83,8 @@ def keep_freed() -> None:
 
 
 def freeze() -> None:
-    """Excludes all objects that exist now from later garbage collections. Collects garbage first,
-    because the collector never frees an excluded object."""
+    """Excludes all objects that exist now from later garbage collections. First runs a garbage
+    collection. Otherwise, existing garbage would be excluded as well, and would stay in memory."""
     gc.collect()
     gc.freeze()
 
@@ -123,7 +123,8 @@ def tree_pss_bytes(pid: int | None = None, extra_pids: Iterable[int] = ()) -> in
     does not report the Pss. Only Linux reports the Pss.
 
     Ray's local head, raylet and actors are descendants of the driver that called ray.init(). A
-    process counts as 0 bytes if it ends while its memory is read, or if it belongs to another user.
+    process counts as 0 bytes in two cases: the process ends during the measurement, or the process
+    belongs to another user.
 
     Args:
         pid: root of the tree; default this process.

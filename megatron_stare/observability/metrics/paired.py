@@ -36,14 +36,15 @@ def paired_interval(
     the n differences, computed with the divisor n - 1. Let t be the (1 + level)/2 quantile of
     Student's distribution with n - 1 degrees of freedom. The confidence interval is m ± t s / √n.
     Pairing removes the spread between easy and hard problems, which is most of the variance. The
-    interval is too narrow if there are fewer than about 30 problems and most differences d_i are
-    equal. If all differences d_i are equal, the interval has width 0, although the mean over unseen
-    problems remains uncertain.
+    interval is too narrow if two conditions both hold: there are fewer than about 30 problems, and
+    most of the differences d_i are equal to each other. If all differences d_i are equal, the
+    interval has width 0, although the mean over unseen problems remains uncertain.
 
-    Several prompts of one problem are not independent. If a problem has several prompts, n is the
-    effective number of problems, and the half width of the interval is t √v, where v is the
-    variance of the mean (`evaluation.estimates.mean_of_problems`). If every problem has one prompt,
-    v is s² / n, and t √v is equal to t s / √n.
+    Several prompts of one problem are not independent. If a problem has several prompts, the
+    function `evaluation.estimates.mean_of_problems` computes two numbers: the variance v of the
+    mean m, and the effective number of problems G. The half width of the interval is then t √v, and
+    Student's distribution has G - 1 degrees of freedom. If every problem has one prompt, v is s² /
+    n, and G is n.
 
     Args:
         problems: the problem of each prompt, or None if all prompts belong to different problems.
@@ -87,11 +88,16 @@ def compared(
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any], results: str) -> str:
-    """Returns a text that says in what two evaluations of one task differ, so that their results
-    cannot be compared. Returns "" if the results can be compared. The evaluations may be of one
-    run, because a resume may change the section `eval`.
+    """Checks that the results of two evaluations of one task can be compared. Returns "" if the
+    results can be compared. Otherwise returns a text that names one difference between the
+    evaluations, such as "decoded differently". The two evaluations may belong to one run, because a
+    resume may change the section `eval`.
 
-    Entries that an evaluation of an earlier release lacks count as equal.
+    An evaluation that an earlier release recorded lacks some of the compared entries. If only one
+    evaluation has an entry of the dict `asked`, the entry counts as equal. If `before` lacks the
+    entry `problem`, the problems count as equal. If only one evaluation has the entry `decoding`,
+    the decoding counts as equal if this evaluation has one response per problem. If neither
+    evaluation has the entry `decoding`, the decoding counts as equal.
 
     Args:
         results: the key of the results, "correct" or "greedy_correct".
@@ -214,8 +220,8 @@ class ForecastFit:
 
 
 def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
-    """Compares forecasts with measurements of the same steps. Returns None if no steps are given,
-    or if every forecast is 0."""
+    """Compares a series of forecasts with a series of measured values. Element i of both series
+    belongs to the same step. Returns None if the series are empty, or if every forecast is 0."""
     squares = sum(f * f for f in forecast)
     if not squares:
         return None

@@ -1,9 +1,10 @@
 """Computes metrics that show how often responses reflect on their own reasoning. One metric counts
 the words that the configuration lists. The other metrics use the STARE paper's six categories of
-words. Each category has two metrics, and each metric is the share of certain tokens that are part
-of a word of the category. The first metric considers the tokens that the training method selects,
-and the second metric considers all tokens that the loss counts. The functions are pure. The results
-are logged as metrics of a step and therefore appear in the report."""
+words. Each category of words has two metrics. The metric `reflection/selected_<category>` considers
+only the tokens that the training method selects. The metric `reflection/all_<category>` considers
+all tokens that the loss counts. Each metric is the number of considered tokens that are part of a
+word of the category, divided by the number of all considered tokens. The functions are pure. The
+results are logged as metrics of a step and therefore appear in the report."""
 
 from __future__ import annotations
 

@@ -75,15 +75,18 @@ class Rule:
 
     `name`: name of the rule's alert, without measured values.
     `when`: the rule's condition.
-    `alert`: text of the rule's alert, or "" for no alert. A name in braces stands for a metric of
-        the step or for a measured value.
+    `alert`: text of the rule's alert, or "" if the rule raises no alert. The text can contain
+        placeholders in braces. The name in a placeholder is the name of a metric of the step, or
+        the name of a value that the rule's condition has measured. The alert shows the value
+        instead of the placeholder. `alert` can also be a function that makes the text from the
+        metrics of the step.
     `error`: text of the error that ends the run, or "" if the rule does not end the run. If a rule
         has both an alert and an error, the setting `action` determines which of the two applies.
-    `metrics`: metrics that show the problem most directly. An alert reports the metric in `metrics`
-        that has the largest value. If `metrics` is (), an alert reports the metric in the rule's
-        condition that has the largest value.
-    `guard`: name of the rule's settings in the section `guards`, or "" if this section has no
-        settings for the rule.
+    `metrics`: metrics that show the problem most directly. An alert reports only one metric: among
+        the metrics in `metrics`, the metric with the largest value. If `metrics` is (), the metrics
+        that the rule's condition tests are used instead of `metrics`.
+    `guard`: name of the subsection of `faults.guards` that contains the settings of the rule, or ""
+        if `faults.guards` has no settings for the rule.
     `flag`: name of a metric that is 1 in every step in which the rule's condition held, or "" if
         the rule has no such metric. If a rule has a `flag`, the driver tests the rule's condition
         and logs the result as the metric that `flag` names. The class `Watch` then raises the alert

@@ -86,8 +86,10 @@ def _problems(one: Mapping[str, Any], two: Mapping[str, Any], results: str) -> F
 
 
 def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | None:
-    """Compares a metric over the last third of the steps that both runs have. Neighbouring steps
-    are not independent, so each block of `RECENT` consecutive steps counts as one observation."""
+    """Compares the values of the metric `key` in `run` with the values of the same metric in the
+    first run. The comparison uses the steps in which both runs logged a finite value, and only the
+    last third of these steps. Neighbouring steps are not independent, so each block of `RECENT`
+    consecutive steps counts as one observation."""
     pair = _over_steps(first, run, key)
     if pair is None:
         return None

@@ -82,7 +82,8 @@ class Problem:
 
 
 def problems(run: RunRecord) -> list[Problem]:
-    """Returns the alerts that a run's steps raise, most serious first."""
+    """Applies the alert rules to the logged steps of a run. Returns one `Problem` for each rule
+    that raised an alert, the most serious problem first."""
     watch = Watch(run.coarsest_dtype, sampled=not run.supervised)
     spells: dict[str, list[Alert]] = {}
     for row in run.metrics:

@@ -221,8 +221,9 @@ def _charts(runs: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """Returns charts of results other than the mean result of an evaluation, such as charts of
-    pass@k and maj@k. Returns no charts if every problem is answered only once."""
+    """Returns additional charts of an evaluation task, such as charts of pass@k and maj@k. The
+    chart of the mean result is not among these charts. Returns no charts if every problem is
+    answered only once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
     largest = {

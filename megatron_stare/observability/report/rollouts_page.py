@@ -6,10 +6,11 @@ For two run directories, rollouts.html shows the runs side by side. Like the rep
 loads no other file. The page and the report use the same token view (`token_view.*`) to show a
 response.
 
-The page contains the list of responses. In compressed blocks, the page also contains the texts and
-the per-token values of the responses. A block contains at most `BLOCK` responses. Each block is
-JSON, compressed with gzip and encoded in base64. The browser decompresses a block only when a
-reader opens or searches its responses, so a page with tens of thousands of responses opens quickly.
+The page contains a list of the responses. The texts and the per-token values of the responses are
+stored in the page as compressed blocks. A block contains the texts or the per-token values of at
+most `BLOCK` responses. Each block is JSON, compressed with gzip and encoded in base64. The browser
+decompresses a block only when a reader opens or searches responses of this block. A page with tens
+of thousands of responses therefore opens quickly.
 """
 
 from __future__ import annotations
@@ -152,10 +153,13 @@ def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
     """Reads a run's training responses from oldest to newest, and then the run's evaluation
-    responses from oldest to newest. The responses are grouped into blocks. If all blocks together
-    exceed the page's size limit, the page contains only some of the blocks, at even intervals over
-    the whole run. If the rollout files are far larger than the page's size limit, the page uses
-    only some of the files, at even intervals over the whole run.
+    responses from oldest to newest. The responses are grouped into blocks. If the compressed
+    texts of all blocks together need more than `text_bytes` bytes, the result contains only some of
+    the blocks, at even intervals over the whole run. If the compressed per-token values of these
+    blocks together need more than `number_bytes` bytes, only some of the blocks keep their
+    per-token values, at even intervals over the whole run. If the rollout files together are larger
+    than `READ` times the sum of `text_bytes` and `number_bytes`, the function reads only some of
+    the files, at even intervals over the whole run.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -223,7 +227,8 @@ def pairs(runs: Sequence[Stored]) -> list[list[int]]:
 
 def packed(value: Any) -> str:
     """Converts a value to JSON, compresses the JSON with gzip and encodes the result in base64.
-    Equal values give equal texts. A lone surrogate, which UTF-8 cannot encode, becomes "?"."""
+    Equal values give equal texts. UTF-8 cannot encode a lone surrogate, so "?" replaces each lone
+    surrogate."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 6, mtime=0)).decode()
 

@@ -32,9 +32,9 @@ class TokenView:
 
 
 def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenView:
-    """Makes a view of the responses whose per-token values were recorded. The view contains at most
-    MOST_TOKENS tokens in total. The first response is shown even if its own tokens exceed
-    MOST_TOKENS."""
+    """Makes a view of the responses whose per-token values were recorded. All responses in the view
+    together have at most MOST_TOKENS tokens. The only exception is a first response that alone
+    exceeds MOST_TOKENS tokens: the view then contains only this response."""
     known = [response for response in responses if response.tokens]
     shown: list[dict[str, Any]] = []
     tokens = 0

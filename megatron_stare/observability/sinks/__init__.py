@@ -1,2 +1,2 @@
-"""Contains the built-in sinks, one per file. `observability/sink.py` defines the interface of sinks
-and lists the built-in sinks' names."""
+"""Contains the built-in sinks. Each built-in sink has its own file. `observability/sink.py` defines
+the interface of sinks and lists the built-in sinks' names."""

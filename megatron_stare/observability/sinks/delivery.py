@@ -4,11 +4,11 @@
 or fail. `Delivered` is a small file in the run directory that lists what the service has received.
 Subclasses of `Service` write the `Delivered` file before they send a step. If the run is killed
 after it has written the `Delivered` file and before it sends the step, the service never receives
-this step. The service never receives a step twice. The webhook writes its `Delivered` file after it
-has posted the alerts of a step. If the run is killed after the alerts are posted and before the
-`Delivered` file is written, the service may receive the same alerts twice. `Delivered` files are
-not part of checkpoints. When a run goes back to a checkpoint, the service still has all data that
-was sent after this checkpoint.
+this step. The service never receives a step twice. The webhook sink uses the opposite order: it
+posts the alerts of a step first, and writes its `Delivered` file afterwards. If the run is killed
+between the posts and the write, the service may receive the same alerts twice. `Delivered` files
+are not part of checkpoints. When a run goes back to a checkpoint, the service still has all data
+that was sent after this checkpoint.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file. Returns a record that contains no deliveries yet if the file does not
-        exist, or if the file was copied from another run, whose deliveries it lists.
+        """Reads the file. Returns a `Delivered` without deliveries in two cases: the file does not
+        exist, or the file was copied from the directory of another run. A copied file lists the
+        deliveries of the other run.
 
         Raises:
             DataError: the file is damaged.

@@ -54,8 +54,9 @@ class Service(Sink):
 
     @abstractmethod
     def open(self, run: RunOutline, delivered: Delivered) -> None:
-        """Begins or continues the run in the service. An error in `open` ends the run, unless the
-        run resumed automatically after a loss or a rollback."""
+        """Begins or continues the run in the service. An error in `open` normally ends the run. If
+        the run resumed automatically, after the loss of a process or after a rollback, an error in
+        `open` does not end the run: the run continues without the sink."""
 
     @abstractmethod
     def send(self, step: int, figures: Mapping[str, float]) -> None:

@@ -98,10 +98,10 @@ class Webhook(Sink):
             )
 
     def _post(self, body: bytes, closing: Event) -> str:
-        """Posts one alert, whose JSON text is `body`. Returns "" if the service accepted the alert.
-        Returns the name of the last attempt's error if no attempt succeeded. The error's HTTP
-        status, if there is one, follows the name. The returned text does not contain the
-        address."""
+        """Posts one alert to the service. The argument `body` is the alert as JSON. Returns "" if
+        the service accepted the alert. If no attempt succeeded, returns the name of the last
+        attempt's error. If the error has an HTTP status, the status follows the name. The returned
+        text does not contain the address."""
         said = ""
         for attempt in range(self._attempts):
             if attempt:

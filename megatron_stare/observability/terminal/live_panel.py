@@ -68,7 +68,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class View:
-    """Snapshot of a run at one moment.
+    """State of a run at one moment, from which the live panel is drawn.
 
     `series`: the latest values of every metric in `SERIES`, oldest first; NaN if a step lacked the
         metric.
