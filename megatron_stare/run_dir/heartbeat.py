@@ -7,7 +7,8 @@ Beat; with Ray, each rank and each engine also writes a Beat. Each Beat is one f
 are in the node's memory (under /dev/shm), or in the temporary folder if /dev/shm is not writable.
 The watcher, a separate process (hangs/watcher.py), reads the Beats. The watcher copies the driver's
 Beat to heartbeat.json in the run directory, so that other machines can read the driver's Beat too.
-This module imports neither torch nor Ray.
+This module imports only Python's standard library, so that the watcher starts fast and needs little
+memory.
 """
 
 from __future__ import annotations
@@ -139,18 +140,22 @@ def read_heartbeat(run_dir: Path) -> Beat | None:
 
 
 def forget_heartbeat(run_dir: Path) -> None:
-    """Removes the heartbeat of an earlier start. A start without a watcher does not replace the
-    heartbeat, which would therefore describe a process that no longer exists."""
+    """Removes heartbeat.json, which describes the driver of an earlier start. A start without a
+    watcher calls this function, because no watcher will replace heartbeat.json. Without the
+    removal, heartbeat.json would continue to describe a process that no longer exists."""
     (run_dir / HEARTBEAT_FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def beating(run_dir: Path, phase: str) -> Iterator[None]:
-    """Context manager for a driver between two watchers. Inside the `with` block, a thread rewrites
-    heartbeat.json every COPY_S seconds with the current phase `phase`. Otherwise, the last
-    watcher's heartbeat would tell other machines that the driver has ended. If the block raises an
-    error, the driver ends, and the last heartbeat says so. Does nothing if heartbeat.json is not of
-    this process."""
+    """Context manager for a driver whose watcher has ended and whose next watcher has not started
+    yet. When a watcher ends, the watcher writes to heartbeat.json that the driver has ended. To
+    show other machines that the driver is still alive, a thread rewrites heartbeat.json every
+    COPY_S seconds inside the `with` block. The rewritten heartbeat contains the phase `phase`.
+
+    If the block raises an error, the context manager writes a last heartbeat, which says that the
+    driver has ended. Does nothing if heartbeat.json is missing or describes another process.
+    """
     beat = read_heartbeat(run_dir)
     if beat is None or (beat.host, beat.pid) != (socket.gethostname(), os.getpid()):
         yield

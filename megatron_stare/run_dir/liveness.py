@@ -99,10 +99,16 @@ def is_locked(file: Path) -> bool:
 def refuse_alive_elsewhere(run_dir: Path) -> None:
     """Raises UserError if the run's driver is alive on another machine.
 
-    The lock cannot show this on a file system that does not share locks between machines. A live
-    driver's watcher rewrites the heartbeat every COPY_S seconds. If the newest heartbeat is from
-    another machine and does not say that the driver ended, waits up to SILENT_S seconds for the
-    next one. Compares only times that the other machine wrote, because clocks may differ.
+    Some file systems do not share locks between machines. On such a file system, the lock of a run
+    can seem free although a driver on another machine holds the lock. This function therefore
+    checks for new heartbeats: the watcher of a live driver rewrites the heartbeat every COPY_S
+    seconds.
+
+    The function returns at once in three cases: there is no heartbeat, the newest heartbeat is from
+    this machine, or the newest heartbeat says that the driver has ended. In all other cases, the
+    function waits up to SILENT_S seconds for a new heartbeat. A heartbeat is new if its time
+    `written` has changed. The function compares only times that the other machine wrote, because
+    the clocks of two machines may differ.
     """
     beat = read_heartbeat(run_dir)
     if beat is None or beat.process == "ended" or beat.host == socket.gethostname():

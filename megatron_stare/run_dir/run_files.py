@@ -73,7 +73,7 @@ class RunRecord:
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
         """Returns the steps and the values of one metric. The value is NaN for a step that lacks
-        the metric. Both lists are empty if no step has a finite value."""
+        the metric. If no step has a finite value of the metric, both returned lists are empty."""
         if not any(math.isfinite(row.get(key, math.nan)) for row in self.metrics):
             return [], []
         return [float(row["step"]) for row in self.metrics], [
@@ -203,8 +203,8 @@ def _last(evals: Sequence[Record], weights: str) -> Record | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the steps of a metrics.jsonl, oldest first. Returns [] if the file does not exist.
-    Drops an incomplete last line.
+    """Reads all rows of a file metrics.jsonl, in the order of the file. Each row contains the
+    metrics of one step. Returns [] if the file does not exist. Drops an incomplete last line.
 
     "step" is an int. Every value except "step" is a float. All non-finite values are NaN.
     """

@@ -486,8 +486,9 @@ def _holder(path: Path) -> str:
 
 
 def refuse_busy(path: Path) -> None:
-    """Raises UserError if another process holds the lock of this run directory, or if its run is
-    alive on another machine. Changes nothing."""
+    """Raises UserError if another process holds the lock of the run directory `path`. Also raises
+    UserError if the driver of the run in this directory is alive on another machine. The function
+    changes nothing in the directory."""
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         (path / LOCK_FILE).open() as lock,
@@ -516,7 +517,8 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def _sync(folder: Path) -> None:
-    """Flushes everything below `folder` to disk."""
+    """Flushes to disk the contents of all files in `folder` and its subfolders, and the directory
+    entries of `folder`."""
     for file in folder.rglob("*"):
         if file.is_file():
             sync_entry(file)

@@ -37,8 +37,9 @@ Absent = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One response, with the fields that the dump has. Arrays have one value for each response
-    token, and log-probs and entropies are in nats. `mask` is True for tokens that the policy
+    """One response of a dump. If the dump lacks a field, the field is None. Each array has one
+    value for each response token. The array `advantages` can instead have one value for the whole
+    response. Log-probs and entropies are in nats. `mask` is True for tokens that the policy
     sampled."""
 
     step: int

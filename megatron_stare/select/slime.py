@@ -84,9 +84,9 @@ def check(args: Any, settings: Mapping[str, Any]) -> None:
 
 
 class Weighing:
-    """Multiplies the advantages of each rollout by the token weights that a Selector computes. An
-    instance serves as slime's postprocess function, so slime calls the instance on every rank, once
-    per rollout.
+    """Multiplies the advantages of each rollout by the token weights that a Selector computes.
+    slime's option `--rollout-data-postprocess-path` names an object of this class. slime calls this
+    object like a function, once per rollout on every rank.
 
     After each rollout, the selector's state is appended as one line to stare_select.jsonl in the
     folder of `--save`. A resumed run opens stare_select.jsonl in the folder of `--load`, and loads

@@ -75,11 +75,16 @@ def probe(trainer: type = PPOTrainer) -> str | None:
 
 
 def check(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a setting of verl violates a requirement of the selection. The
-    selection requires log-probs and entropies of the trained policy, one score for all rows of a
-    session, and a loss that is linear in a token's advantage. Also raises ConfigError if the method
-    would remove tokens from the denominator of the loss, because verl's denominator counts all
-    tokens."""
+    """Raises ConfigError if settings of verl prevent an exact selection of tokens. An exact
+    selection has three requirements:
+
+    - verl computes log-probs and entropies of the trained policy.
+    - A session of verl can have several rows. All rows of a session have the same score.
+    - The loss is linear in the advantage of each token.
+
+    Also raises ConfigError if the method would remove tokens from the denominator of the loss,
+    because verl's denominator counts all tokens.
+    """
     correction = config.algorithm.get("rollout_correction") or {}
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     faults = {
@@ -103,10 +108,10 @@ def check(config: Any, settings: Mapping[str, Any]) -> None:
 
 
 def loss_changed(config: Any) -> str | None:
-    """Tests verl's policy loss on a small generated batch. Returns a message if the loss is not
-    linear in the advantages, or if a change of one token's advantage leaves the loss unchanged.
-    Returns None if the loss is linear in the advantages, and a change of one token's advantage
-    changes the loss."""
+    """Tests verl's policy loss on a small generated batch. The loss must be linear in the
+    advantages. The loss must also change if the advantage of a single token changes. Returns a
+    message about the first requirement that the loss does not meet, or None if the loss meets both
+    requirements."""
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     loss = get_policy_loss_fn(actor.policy_loss.get("loss_mode", "vanilla"))
     source = torch.Generator().manual_seed(0)
@@ -158,8 +163,8 @@ def numbered(keys: Sequence[str], lengths: Sequence[int]) -> tuple[Tensor, Tenso
 
 
 class StareMixin(PPOTrainer):
-    """A v1 trainer of verl that multiplies advantages by the token weights that a Selector
-    computes.
+    """Mixin for the v1 trainers of verl. A Selector computes a weight for each token. The trainer
+    multiplies the token's advantage by this weight.
 
     The driver holds the whole batch, so the selection needs no collective communication. The
     section `stare` of verl's configuration has the selector's settings. The setting `stare.method`
@@ -168,7 +173,7 @@ class StareMixin(PPOTrainer):
     from a checkpoint of plain verl.
 
     Raises:
-        ConfigError: a setting of verl violates a requirement of the selection; see `check`.
+        ConfigError: a setting of verl prevents an exact selection of tokens; see `check`.
         UpstreamChangedError: verl's functions or their results changed.
     """
 
@@ -268,7 +273,7 @@ class StarePPOTrainerSync(StareMixin, PPOTrainerSync):
 
 @register_trainer(f"{PREFIX}colocate_async")
 class StarePPOTrainerColocateAsync(StareMixin, PPOTrainerColocateAsync):
-    """verl's colocated trainer, with partial rollouts and weighted advantages."""
+    """verl's colocated trainer with weighted advantages. The trainer uses partial rollouts."""
 
 
 @register_trainer(f"{PREFIX}separate_async")

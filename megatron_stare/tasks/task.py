@@ -54,10 +54,11 @@ class Task:
         The dict `OWN` lists the settings that a task may have. Sources and environments, including
         user-defined ones, are built from `config`. Sources and environments therefore need no
         special code for tasks.
-    `name`: name of the task in `eval.tasks`; None for the run's own task.
-    `own`: dict of the settings that the task overrides. A setting can have two names, one in the
-        run's configuration and one in `eval.tasks`. The dict maps the first to the second: for
-        example, `data.eval_path` to `path`.
+    `name`: the task's name in the list `eval.tasks`. `name` is None for the run's own task, which
+        uses only the run's settings.
+    `own`: names of the settings that the task overrides. The dict maps the setting's name in the
+        run's configuration to the setting's name in a task of `eval.tasks`: for example,
+        `data.eval_path` to `path`.
     """
 
     config: Config
@@ -120,9 +121,10 @@ class Task:
         )
 
     def about(self) -> dict[str, Any]:
-        """Returns the entries that describe this task in the record of an evaluation: its name, if
-        it has one, and its decoding. A resume may change both, so config.yaml does not tell which
-        values an earlier evaluation had."""
+        """Returns the entries that describe this task in the record of an evaluation: the task's
+        name, if the task has one, and the task's sampling settings. A resume may change the name
+        and the sampling settings, so config.yaml does not tell which values an earlier evaluation
+        had."""
         return ({} if self.name is None else {"task": self.name}) | {"decoding": self.decoding()}
 
     def decoding(self) -> dict[str, Any]:
@@ -174,7 +176,8 @@ class Evaluation:
     def about(self) -> dict[str, Any]:
         """Returns the entries that describe this evaluation in its record. The entry `asked`
         identifies the problems with their answers, the template, the verifier and the environment.
-        Results can be compared problem by problem only if none of the four differs.
+        The results of two evaluations can be compared problem by problem only if both evaluations
+        have the same problems, template, verifier and environment.
 
         The token ids of the prompts are left out, so that models with different tokenizers can be
         compared.

@@ -119,8 +119,9 @@ class RequestsPage:
 
         Args:
             states: states of the engines, in order.
-            given: for each request in flight, the index of the engine, the time of sending (seconds
-                of CLOCK_MONOTONIC), the prompt cursor and the sample index.
+            given: for each request in flight, the index of the engine, the time at which the
+                request was assigned to the engine (seconds of CLOCK_MONOTONIC), the prompt cursor
+                and the sample index.
         """
         begun = time.monotonic()
         if self._file is None:
@@ -244,9 +245,10 @@ class Dispatch:
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """Makes the event loop assign the waiting requests to engines, after all tasks that are
-        ready to run have queued their requests. `_assign` assigns continuations before new
-        requests."""
+        """Schedules a call of `_assign` in the event loop, unless a call is already scheduled. The
+        event loop first runs all tasks that are ready now. Each of these tasks can therefore queue
+        a request before `_assign` assigns the waiting requests to replicas. In each queue,
+        `_assign` assigns continuations before new requests."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)

@@ -131,10 +131,11 @@ class EnginePool:
         `Serving` objects may be open in one event loop. Requests of a `Serving` object are assigned
         to replicas before requests of `Serving` objects that were opened later.
 
-        Requests that are still in flight when the `Serving` object closes belong to cancelled
-        trajectories: their answers are discarded. If a call to a replica raises an error, the
-        method `finished` of every open `Serving` object raises the same error. After an error, the
-        last `Serving` object to close aborts the requests that are in flight at the replicas.
+        If a request is still in flight when the `Serving` object closes, the request belongs to a
+        cancelled trajectory, and the answer is discarded. If a call to a replica raises an error,
+        the method `finished` of every open `Serving` object raises the same error. When the last
+        open `Serving` object closes, with or without an error, the pool aborts all requests that
+        are still in flight at the replicas.
         """
         if self._dispatch is None:
             self._dispatch = Dispatch(
@@ -166,10 +167,11 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context manager. Inside the `with` block, the pool requests no tokens from the replicas.
-        Before the `with` block begins, waits until the calls in progress have ended. A `Serving`
-        object in another thread's event loop also sends no requests until the `with` block ends.
-        Each replica keeps the requests that it has already received.
+        """Context manager. Before the `with` block begins, waits until all calls in progress have
+        ended. Inside the `with` block, the pool sends no generation requests to the replicas. If
+        another thread's event loop passes requests to a `Serving` object during the `with` block,
+        the pool sends these requests after the `with` block. Replicas keep the requests that they
+        received before the `with` block.
 
         Raises:
             RuntimeError: the caller runs in the event loop of the open `Serving` object. The wait
@@ -235,8 +237,9 @@ class EnginePool:
         self._fleet.allow_restarts()
 
     def hold_restarts(self) -> None:
-        """Waits for engines that are restarting now. Prevents further restarts of engines until
-        `allow_restarts` is called. Does nothing if restarts of the engines need no permission."""
+        """Prevents new restarts of engines until `allow_restarts` is called. If engines are already
+        restarting, waits until each of these engines has started or has failed to start. Does
+        nothing if restarts of the engines need no permission."""
         self._fleet.hold_restarts()
 
     def memory_mb(self) -> float | None:

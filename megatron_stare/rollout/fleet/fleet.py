@@ -83,7 +83,8 @@ class Fleet:
         beside: Sequence[Handle] = (),
     ) -> dict[int, Any]:
         """Calls `method` of every replica whose state is in `states`. Waits for all calls. Returns
-        the results by replica. A replica that is lost during its call is left out of the results.
+        the results by replica. If a replica is lost during the call of `method`, the results have
+        no entry for this replica.
 
         Args:
             among: numbers of replicas. A replica with another number is not called. None means that
@@ -170,17 +171,17 @@ class Fleet:
             self._begin_due()
 
     def allow_restarts(self) -> None:
-        """Allows restarts of lost replicas until `hold_restarts` is called. The permission to
-        restart also covers replicas that are lost after this call."""
+        """Allows restarts of lost replicas until `hold_restarts` is called. Replicas that are lost
+        after the call of `allow_restarts` may restart too."""
         with self._lock:
             self._held = False
             self._begin_due()
 
     def hold_restarts(self) -> None:
-        """Waits for the replicas that are restarting now. Prevents further restarts of replicas
-        until `allow_restarts` is called. If a replica comes up during the wait, the fleet can call
-        the replica after the wait. Does nothing if `RestartRule.held` is False, because restarts
-        then need no permission.
+        """Prevents new restarts of replicas until `allow_restarts` is called. If replicas are
+        already restarting, waits until each of these replicas has come up or has failed to come up.
+        If a replica comes up during the wait, the fleet can call the replica after the wait. If
+        `RestartRule.held` is False, restarts need no permission, and this method does nothing.
 
         This method reports progress during the wait, so that the wait does not count as a hang of
         the run's current phase. A hang of a starting replica is still detected, because a starting

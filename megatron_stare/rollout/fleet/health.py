@@ -61,8 +61,9 @@ class RestartRule:
         None for servers that the run did not start.
     `back_off_s`: seconds to wait before the second restart. The wait doubles with each further
         restart within `window_s` seconds.
-    `losses`: number of consecutive lost requests after which a replica itself counts as lost. A
-        run's only serving replica never counts as lost because of lost requests.
+    `losses`: number of consecutive lost requests after which a replica itself counts as lost. If
+        only one replica of the run serves, this replica does not count as lost, however many
+        requests the replica loses.
     `held`: True if the fleet restarts a lost replica only with permission (Fleet.allow_restarts). A
         server chooses the size of its cache from the memory that is free when the server starts. A
         server must therefore not start while the trainer occupies the device.
@@ -120,8 +121,8 @@ class _Standing:
     avoided_until: float = 0.0
 
     def believe(self) -> None:
-        """Resets the replica's number of consecutive lost requests, and ends the replica's back-off
-        and avoidance."""
+        """Sets the number of consecutive lost requests to 0. Ends the back-off, in which the
+        replica receives no requests. Ends the time in which the fleet avoids the replica."""
         self.in_a_row, self.closed_until, self.avoided_until = 0, 0.0, 0.0
 
 
@@ -137,9 +138,12 @@ class FleetHealth:
     a request only if all serving replicas are avoided. Each request to a hanging replica is delayed
     by the full request timeout. By avoiding replicas, the fleet limits the number of requests that
     a hanging replica receives. At the start of the next rollout, all back-offs end and no replica
-    is avoided any more. When back-off and avoidance have ended, a replica that lost a request is
-    chosen before other replicas, but receives only one request at a time until it answers a
-    request.
+    is avoided any more.
+
+    After a lost request, a replica is suspected until the replica answers a request. A suspected
+    replica receives only one request at a time. When the back-off and the avoidance of a suspected
+    replica have ended, the fleet prefers this replica for the next request. Without this
+    preference, a suspected replica might never receive a request again, and would stay suspected.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The
@@ -200,8 +204,8 @@ class FleetHealth:
         consecutive requests that the replica itself now counts as lost.
 
         Args:
-            given: time at which the request was sent. If the request was sent before the previous
-                loss at this replica, the two losses count as one.
+            given: time at which the request was assigned to the replica. If this time is before the
+                previous loss at this replica, the two losses count as one.
         """
         standing = self._standings[replica]
         if standing.state is Health.HEALTHY:

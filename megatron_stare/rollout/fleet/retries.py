@@ -22,8 +22,8 @@ class RequestRule:
     """Limits on the retries of a request; see the configuration section `faults.requests`.
 
     `attempts`: maximum number of attempts per request.
-    `back_off_s`: seconds for which a replica receives no requests after it lost a request; see
-        FleetHealth.
+    `back_off_s`: length of the back-off after a replica's first lost request, in seconds. During
+        the back-off, the replica receives no requests; see FleetHealth.
     `rollout_s`: time limit for all trajectories of a rollout together. None means no limit.
     """
 
@@ -47,7 +47,7 @@ class Retries:
 
     def __init__(self, rule: RequestRule, metrics: Counter[str] | None = None) -> None:
         self._rule = rule
-        self._given: dict[str, tuple[int, float]] = {}  # replica and time of sending, by request
+        self._given: dict[str, tuple[int, float]] = {}  # replica and time of assignment, by request
         # replica and loss for each failed attempt of unanswered requests
         self._lost: dict[str, list[tuple[int, LostRequest]]] = {}
         self.metrics: Counter[str] = Counter() if metrics is None else metrics
@@ -82,23 +82,25 @@ class Retries:
         return best if best is not None and there[best] > 0 else None
 
     def under_way(self, replica: int) -> list[str]:
-        """Returns the requests in flight at the replica."""
+        """Returns the ids of the requests that were assigned to the replica and are neither
+        answered nor lost."""
         return [rid for rid, (given_to, _) in self._given.items() if given_to == replica]
 
     def given(self) -> Mapping[str, tuple[int, float]]:
-        """Returns, for each request in flight, the replica to which the request was sent and the
-        time of sending."""
+        """Returns, for each request in flight, the replica to which the request was assigned and
+        the time of the assignment."""
         return self._given
 
     def give(self, rid: str, replica: int, now: float) -> None:
-        """Records that the request was sent to the replica."""
+        """Records that the request is assigned to the replica at time `now`."""
         self._given[rid] = (replica, now)
 
     def take(self, rid: str, replica: int) -> float:
-        """Records that the replica answered or lost the request. Returns the time of sending.
+        """Records that the replica answered or lost the request. Returns the time at which the
+        request was assigned to the replica.
 
         Raises:
-            DataError: the replica does not have the request.
+            DataError: the request is not in flight at the replica.
         """
         given_to, when = self._given.pop(rid, (None, 0.0))
         if given_to != replica:
@@ -109,8 +111,13 @@ class Retries:
         return when
 
     def answered(self, rid: str, replica: int) -> None:
-        """Removes an answered request from the requests in flight, and forgets the failed attempts
-        of the request. Raises DataError if the request is not in flight at the replica."""
+        """Records that the replica answered the request. Forgets the failed attempts of the
+        request.
+
+        Raises:
+            DataError: the request is not in flight at the replica, for example because the replica
+                has already answered the request.
+        """
         self.take(rid, replica)
         self._lost.pop(rid, None)
 
@@ -119,7 +126,7 @@ class Retries:
 
         Raises:
             RequestLostError: no attempt is left.
-            DataError: the replica does not have the request.
+            DataError: the request is not in flight at the replica.
         """
         self.take(lost.rid, replica)
         before = self._lost.setdefault(lost.rid, [])

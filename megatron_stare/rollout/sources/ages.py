@@ -1,4 +1,6 @@
-"""Computes the ages of a batch's tokens, and masks or rejects tokens that are too old. Pure.
+"""Computes the age of each sampled token of a batch. Tokens whose age reaches the limit
+`Ages.masked_from` are removed from the loss mask. If the age of a token exceeds the limit
+`Ages.oldest`, an error is raised. Pure.
 
 Training step s starts from the weights of version s - 1. If weights of version v sampled a token,
 and step s trains on the token, the token's age is s - 1 - v.

@@ -3,8 +3,9 @@
 Training step s updates the weights from version s - 1 to version s. With a staleness bound of k,
 step s begins when version s - 1 - k is published. When a step begins, the source draws the step's
 prompts and starts to sample. The weights that sample a token of step s are therefore at most k
-versions old. With a staleness bound of 0, no batch is sampled ahead of training. Batches take
-prompts in stream order, so a long response delays only its own step.
+versions old. With a staleness bound of 0, no batch is sampled ahead of training. The prompts of a
+batch depend on the order of the prompt stream, and not on which responses finish first. A long
+response therefore delays its own batch, and is never moved to a later batch.
 """
 
 from __future__ import annotations
@@ -204,10 +205,10 @@ class AsynchronousSource(RolloutSource):
     async def _make_ahead(self, first: int) -> None:
         """Starts to sample the batches of all steps, in step order.
 
-        Before each step, waits until the oldest weights that the step may use are published. After
-        a step begins, waits until the step no longer needs the prompt stream. A step no longer
-        needs the prompt stream when the step will neither take prompts from the stream nor return
-        prompts to the stream again.
+        Step s begins only after weights of version s - 1 - `staleness` are published, because no
+        older weights may sample tokens of step s. Step s also begins only after step s - 1 has
+        finished its use of the prompt stream. From then on, step s - 1 takes no prompts from the
+        stream and returns no prompts to the stream.
         """
         try:
             for step in range(first, self._last + 1):

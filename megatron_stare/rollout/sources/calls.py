@@ -4,11 +4,13 @@ call before the call, and the answer after the call.
 The environment of a response runs again if the response is cut at the end of a step and continued
 later, or if a resumed run repeats the response. An environment that runs again receives the earlier
 answers of its tools from this journal. The journal therefore ensures that no tool call takes effect
-twice and that no tool's answer changes. The journal has one file per step. The calls of a response
-are recorded in the file of the step in which the response began. An environment continues only
-after its new line in the journal is on disk. After driver/checkpoints.py has removed old
-checkpoints, driver/checkpoints.py also removes every journal file that the remaining checkpoints do
-not need.
+twice and that no tool's answer changes.
+
+The journal consists of files, one file for each training step. All calls of a response are recorded
+in the file of the step in which the response began, even if a later step continues the response. An
+environment continues only after its new line in the journal is on disk. After driver/checkpoints.py
+has removed old checkpoints, driver/checkpoints.py also removes every journal file that the
+remaining checkpoints do not need.
 """
 
 from __future__ import annotations

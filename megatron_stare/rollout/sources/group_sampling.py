@@ -1,8 +1,9 @@
-"""Selects the prompt groups that a step trains on. Without dynamic sampling, a step trains on the
-groups of the next prompts, whatever the rewards of these groups are. With dynamic sampling, a step
-leaves out uninformative groups if there are enough informative groups.
+"""Selects the groups of trajectories for each training step. A group consists of all trajectories
+of one prompt.
 
-A group consists of all trajectories of one prompt.
+Without dynamic sampling, a step trains on the groups of the next prompts, whatever the rewards of
+these groups are. With dynamic sampling, a step trains on informative groups, in which the rewards
+differ. If there are too few informative groups, the step also trains on uninformative groups.
 """
 
 from __future__ import annotations

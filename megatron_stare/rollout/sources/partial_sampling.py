@@ -1,16 +1,17 @@
 """Implements partial rollouts: long responses are cut at the end of a step and continued in a later
 step.
 
-At least as many prompt groups are in progress as a step trains on, and normally more. In each
-round, every unfinished response grows until it is finished or has grown by a fixed number of
-tokens. Rounds continue until enough groups are complete. At the end of a step, unfinished responses
-are kept with the weight version of every token. Unfinished responses continue in the next step,
-together with responses to new prompts. As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), the
-length of a round is a number of tokens, not a time. Because a round is measured in tokens, the
-selection of groups depends only on seeds and weights, and not on timing. As in APRIL (arXiv
-2509.18521), more groups are sampled than a step takes.
+A group consists of all responses to one prompt. The number of groups in progress is at least the
+number of groups that a step trains on, and normally larger. In each round, every unfinished
+response grows until the response is finished or has grown by a fixed number of tokens. Rounds
+continue until enough groups are complete. At the end of a step, unfinished responses are kept with
+the weight version of every token. Unfinished responses continue in the next step, together with
+responses to new prompts.
 
-A group consists of all responses to one prompt.
+As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), the length of a round is a number of tokens, not
+a time. Because a round is measured in tokens, the selection of groups depends only on seeds and
+weights, and not on timing. As in APRIL (arXiv 2509.18521), more groups are sampled than a step
+takes.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ class PartialGroups(Groups):
     age of a token, in weight versions, is therefore at most `ceil(max_new_tokens / tokens) - 1 +
     (under_way - 1) // groups`.
 
-    Without dynamic sampling, no prompt is dropped. With dynamic sampling (see InformativeGroups), a
-    complete group whose rewards are all equal is dropped. If a step still needs complete groups
-    after a round, new groups replace the dropped groups. If a step still has too few groups after
-    its last allowed refill, dropped groups fill up the step, in the order in which they were
-    dropped.
+    If dynamic sampling is off, this object drops no groups. If dynamic sampling is on (see
+    InformativeGroups), this object drops every complete group whose rewards are all equal. If a
+    step still needs complete groups after a round, new groups replace the dropped groups. If a step
+    still has too few groups after its last allowed refill, dropped groups fill up the step, in the
+    order in which they were dropped.
 
     Args:
         groups: number of prompt groups per step.

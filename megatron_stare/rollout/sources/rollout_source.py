@@ -150,9 +150,10 @@ class RolloutSource(ABC):
 
     - After `publish`, no replica samples from a mixture of weight versions.
 
-    - A trajectory that is in flight or waits for its step is not lost when the run is saved and
-      resumed. The prompt of such a trajectory counts as unused in `state`, or the checkpoint stores
-      the trajectory (see group_sampling.Groups.kept).
+    - When the run is saved, some trajectories may be in flight or wait for their step. After a
+      resume, none of these trajectories is missing. Either the checkpoint stores the trajectory
+      (see group_sampling.Groups.kept), or the method `state` treats the trajectory's prompt as
+      unused, and the resumed run samples the trajectory again.
     """
 
     @abstractmethod
@@ -167,7 +168,8 @@ class RolloutSource(ABC):
     @abstractmethod
     def state(self) -> dict[str, int]:
         """Returns the state that the prompt stream had before the first unused prompt. A prompt is
-        unused if no returned batch contains the prompt and `Groups.kept` does not store the prompt.
+        used if a returned batch contains the prompt, if dynamic sampling dropped the prompt, or if
+        `Groups.kept` stores the prompt. All other prompts are unused.
 
         A source that resumes from this state uses each prompt exactly once.
         """
@@ -186,9 +188,9 @@ class RolloutSource(ABC):
 class Rollouts:
     """Makes trajectories with engines, environment and verifier.
 
-    `verify`: function that takes the number of answers to verify, and returns an async context
-        manager. The context manager yields a Judge, which verifies these answers; see
-        rewards/verdicts.py.
+    `verify`: function that returns an async context manager. The context manager yields a Judge,
+        which verifies answers; see rewards/verdicts.py. The argument of the function is the number
+        of responses that the Judge may have to verify.
     `calls`: journal of tool calls. By default, the journal of tool calls is kept only in the memory
         of this process.
     """
@@ -298,9 +300,9 @@ class Rollouts:
             return True
 
         async def one(number: int, serving: Serving, judging: _Judging) -> None:
-            """Makes one trajectory, from its prompt to its verdict. The function returns early if
-            the response is cut, or if the response is cancelled because enough trajectories are
-            finished."""
+            """Makes one trajectory and waits for the verdict on the trajectory. The function
+            returns early if the response is cut, or if the response is cancelled because enough
+            trajectories are finished."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt
@@ -391,7 +393,8 @@ class Collected:
 
 
 class GroupSampling(Protocol):
-    """Selects the prompt groups that a step trains on; see rollout/sources/group_sampling.py."""
+    """Selects the groups of trajectories for a training step; see
+    rollout/sources/group_sampling.py."""
 
     async def collect(
         self,

@@ -257,9 +257,9 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids, in ascending order, of the tokens that may complete one of the stop strings.
     A token may complete a stop string if the token's text starts with a suffix of the stop string,
-    or contains the whole stop string. Some tokens begin or end in the middle of a character's
-    bytes. The id of such a token is returned if the token's text contains the last character of a
-    stop string."""
+    or contains the whole stop string. A character can consist of several bytes, and some tokens
+    contain only a part of these bytes. The id of a token with an incomplete character is returned
+    if the token's text contains the last character of a stop string."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:
@@ -279,7 +279,8 @@ def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
 def _texts(tokenizer: Any) -> list[tuple[int, str]]:
     """Returns the id and the text of every token with a nonempty text. Each token is decoded as the
     second token of a pair, because some tokens lose their leading space if they are decoded alone.
-    Every pair has the same first token, whose text is cut off after decoding."""
+    The first token is the same in every pair. After a pair is decoded, the text of the first token
+    is removed from the decoded text."""
     before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
     length = len(tokenizer.decode(before))
     ids = sorted(set(tokenizer.get_vocab().values()))

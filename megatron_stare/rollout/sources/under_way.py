@@ -1,5 +1,6 @@
-"""Stores the state of a response from its prompt to its verdict. If a response is cut, its sampled
-part is kept.
+"""Stores the progress of a response: first the policy's answers so far, and later the verified
+trajectory. If a response is cut at the end of a round, the tokens that are already sampled are
+kept.
 
 An environment is a coroutine, which no checkpoint can store. A checkpoint therefore stores the
 policy's answers, not the environment. To continue a response, the environment runs again from the
@@ -35,9 +36,9 @@ class ResponseCut(BaseException):
 
 
 class ResponseGivenUp(BaseException):
-    """Exception that ends the environment of a response if the response cannot continue. The
-    environment would have to repeat an earlier tool call, but the outcome of the earlier call is
-    unknown and the tool call is not idempotent."""
+    """Exception that ends the environment of a response that cannot continue. The cause is a tool
+    call that began before the environment ran again. The outcome of this call is unknown. The call
+    is not idempotent, so the call must not be repeated."""
 
 
 _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
@@ -89,12 +90,12 @@ class Answer:
 @dataclass
 class UnderWay:
     """Stores the state of one response until the run trains on the response. A stored response is
-    in progress, cut or finished. A cut response will be continued later. A finished response waits
-    until the run trains on the response.
+    in progress, cut or finished. A later round continues each response that was cut. A finished
+    response waits until the run trains on the response.
 
     Attributes:
-        `step`: step in which the response began. The sampling noise of all tokens of the response
-            depends on `step`, even if later steps continue the response.
+        `step`: step in which the response began. The sampling noise of every token of the response
+            depends on `step`, even if the token is sampled in a later step.
         `answers`: the policy's answers, one for each call that the environment made to `generate`.
             The last answer may be incomplete because the response was cut.
         `calls`: tool calls of the environment, in order. Each entry of `calls` is a pair of the
@@ -191,8 +192,8 @@ class UnderWay:
         return nothing
 
     def not_repeated(self) -> DataError:
-        """Returns the error for an environment that behaves differently when it receives the same
-        answers again."""
+        """Returns a DataError. The error says that an environment ran again and received the same
+        answers as before, but did not repeat its earlier messages or tool calls."""
         return DataError(
             "the environment did not repeat its messages of before the response was cut",
             where=f"{WHERE}, prompt {self.prompt.id}",

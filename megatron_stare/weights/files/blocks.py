@@ -36,8 +36,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [start, stop) of the Megatron tensor that `rule` names, and the corresponding Hugging
-    Face rows, in order."""
+    """Rows [start, stop) of a Megatron tensor, and the corresponding rows of Hugging Face tensors.
+    `rule` names the Megatron tensor. `hf` lists the ranges of Hugging Face rows, in the order in
+    which `rule.sources` lists the parts of the Megatron tensor."""
 
     rule: Rule
     start: int
@@ -108,7 +109,8 @@ def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Ten
 
 
 def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Converts a block's Megatron rows to the block's Hugging Face rows, in order."""
+    """Converts a block's Megatron rows to the block's Hugging Face rows. The returned tensors have
+    the same order as the ranges of rows in `block.hf`."""
     if block.rule.layout != "qkv":
         return [rows]
     return [

@@ -26,8 +26,8 @@ _PIECE = 1 << 24  # bytes compared at a time
 
 def rules(shape: ModelShape) -> list[Rule]:
     """Returns a rule for each parameter of the model, with layer and expert numbers filled into the
-    names. If several rules name the same Hugging Face tensors, only the first of these rules is
-    returned."""
+    names. Several rules of a model family can name the same Hugging Face tensors. In this case, the
+    function returns only the rule that comes first in the family's list of rules."""
     family = family_of(shape)
     found: dict[tuple[str, ...], Rule] = {}
     for rule in family.rules:
@@ -114,8 +114,9 @@ def _refuse_missing(names: list[str], path: Path) -> None:
 
 
 def _check_tied(head: Entry, embedding: Entry) -> None:
-    """Raises DataError if a stored head differs from the embedding that the head is tied to. If
-    head and embedding differed, transformers and other software would use different heads."""
+    """Raises DataError if the folder stores a head that differs from the embedding, although
+    config.json ties the head to the embedding. With such a folder, one program could use the stored
+    head as the model's head, and another program could use the embedding."""
     same = (head.dtype, head.shape, head.nbytes) == (
         embedding.dtype,
         embedding.shape,

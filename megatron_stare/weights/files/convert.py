@@ -245,12 +245,13 @@ def write_part(part: HfPart, advance: Advance) -> None:
 def _copied(
     checkpoint: TorchDist, place: Place, block: Block, part: HfPart, files: OpenFiles
 ) -> int:
-    """Copies a block inside the operating system's kernel if the bytes of the block are the same in
-    both formats. This copy (copy_file_range) costs half as much as reading the block into this
-    process and writing the block from this process.
+    """Copies a block inside the operating system's kernel (copy_file_range). This copy costs half
+    as much as reading the block into this process and writing the block from this process. The copy
+    is possible only for a block that is contiguous in the checkpoint and has the same bytes in both
+    formats.
 
-    Returns the number of copied bytes. If the block's bytes differ between the two formats or are
-    not contiguous, the function copies nothing and returns 0.
+    Returns the number of copied bytes. If the copy is not possible, the function copies nothing and
+    returns 0.
     """
     (at, *others), entry = block.hf, part.entries[block.hf[0].name]
     if others or DTYPES[entry.dtype] != checkpoint.dtypes[place.key]:

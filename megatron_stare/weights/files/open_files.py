@@ -35,7 +35,8 @@ class OpenFiles:
         return self._descriptors[file]
 
     def sync(self) -> None:
-        """Waits until all written data is on disk."""
+        """Flushes to disk the data of all files that this object has opened. Returns after the data
+        is on disk."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
 

@@ -1,6 +1,6 @@
-"""Creates an output folder in such a way that an incomplete folder never has the final name. The
-output is written to a temporary folder beside the target. At the end, the temporary folder is
-renamed to the name of the target."""
+"""Creates an output folder. An incomplete output folder never has the final name. The output is
+written to a temporary folder beside the target folder. When the output is complete, the temporary
+folder is renamed to the name of the target folder."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ def write_checkpoint_part(part: MegatronPart, advance: Advance) -> list[WriteRes
 
 
 def _first(error: BaseException) -> BaseException:
-    """Returns the error at the start of a chain of errors (`__context__`)."""
+    """Follows the attribute `__context__` from `error` back to the error that was raised first.
+    Returns this first error."""
     while error.__context__ is not None:
         error = error.__context__
     return error

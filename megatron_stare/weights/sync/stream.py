@@ -197,8 +197,9 @@ def _filled(
     mine: Mapping[str, Shard],
     shape: ModelShape,
 ) -> Tensor:
-    """Fills the flat bucket and copies each piece only once. The sender's own pieces come from the
-    sender's shards. The pieces of other ranks come from the messages that those ranks sent."""
+    """Fills the flat bucket and copies each piece only once. A piece that the sender holds is
+    copied from the sender's shard. A piece that another rank holds is copied from the message of
+    that rank."""
     parcels.wait()
     for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
         rooms = whole.split([piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut)
@@ -280,9 +281,9 @@ class _Sent:
 def _post(
     operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None
 ) -> list[dist.Work]:
-    """Starts one transfer for each entry of `buffers`. The keys of `buffers` are the other ranks of
-    the transfers, and the values are the buffers to send or to fill. `operation` is dist.isend or
-    dist.irecv."""
+    """Starts one transfer for each entry of `buffers`. `operation` is dist.isend or dist.irecv.
+    Each key of `buffers` is the rank to which dist.isend sends, or from which dist.irecv receives.
+    Each value is the buffer that dist.isend sends, or that dist.irecv fills."""
     operations = [
         dist.P2POp(operation, buffer, group=group, group_peer=rank)
         for rank, buffer in buffers.items()
@@ -292,8 +293,9 @@ def _post(
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
     """Returns the values of `piece` from this rank's shard. The returned tensor is a view of the
-    shard, unless Megatron has split a query group over ranks. The returned tensor can have several
-    leading dimensions in place of the piece's dimension of rows."""
+    shard, unless Megatron has split a query group over ranks. In the returned tensor, the rows of
+    the piece can be spread over several leading dimensions, such as [query groups, heads,
+    head_dim]."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

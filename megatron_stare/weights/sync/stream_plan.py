@@ -1,5 +1,6 @@
-"""Plans the weight stream. The plan says which rank holds which part of each Hugging Face tensor,
-and which tensors share a bucket.
+"""Plans the weight stream. The plan lists the buckets of the stream. For each bucket, the plan
+lists the Hugging Face tensors in the bucket. For each tensor, the plan lists the tensor's pieces,
+and the rank that sends each piece.
 
 Each rank reports its pieces to the sender, once per plan. The sender cuts the stream into buckets
 and sends the plan to all ranks. This module transfers only names, shapes and dtypes. The module

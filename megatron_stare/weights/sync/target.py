@@ -91,9 +91,9 @@ class SyncTarget(Protocol):
 
     @property
     def shares_devices(self) -> bool:
-        """True if engines and ranks share devices, and each engine opens the ranks' memory on the
-        shared devices. With shared devices, all ranks send at the same time, and each rank sends to
-        the engines on its own device."""
+        """True if engines run on the devices of the trainer's ranks, and receive weights by opening
+        the memory of the ranks on these devices. If `shares_devices` is True, all ranks send at the
+        same time, and each rank sends to the engines on its own device."""
 
     def here(self, device: torch.device) -> Any:
         """Returns an identifier of this rank's machine and device."""
@@ -130,11 +130,12 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields a pair for each bucket: a handle of the bucket, and a list with the handles of the
-        gather calls. Gather calls are the calls with which other ranks help to gather the bucket.
-        Gather calls may still be running when `buckets` yields the pair. The caller can start
-        worker calls with the handle of the bucket as an argument. The caller should then wait for
-        its worker calls and for the gather calls together, in one call of `Workers.wait`.
-        `Workers.wait` raises the error of a failed call immediately. Can be iterated once.
+        gather calls. One rank gathers the bucket. Each gather call runs on another rank, and sends
+        that rank's part of the bucket to the rank that gathers the bucket. Gather calls may still
+        be running when `buckets` yields the pair. The caller can start worker calls with the handle
+        of the bucket as an argument. The caller should then wait for its worker calls and for the
+        gather calls together, in one call of `Workers.wait`. `Workers.wait` raises the error of a
+        failed call immediately. The iterator of `buckets` can be used only once.
 
         Args:
             checksums: whether to compute the checksums that the method `checksums` returns.

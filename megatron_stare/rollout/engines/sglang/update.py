@@ -28,9 +28,10 @@ class WeightUpdate:
     """Update of the servers to one weight version. Each method waits until all servers have
     answered.
 
-    Between `begin` and `end_sent`, the training ranks send the weights. A process that has all
-    tensors of the model can also send the weights itself, with `send` and `end`. The ranks then
-    send nothing.
+    An update starts with `begin`. After `begin`, the training ranks send the weights to the
+    servers. The update ends with `end_sent`. Instead of the training ranks, one process that holds
+    all tensors of the model can send the weights. This process calls `send` for each bucket, and
+    then calls `end` in place of `end_sent`.
 
     Args:
         shape: shape of the model.
