@@ -517,9 +517,6 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def _sync(folder: Path) -> None:
-    """Flushes to disk the contents of all files in `folder` and its subfolders, and the directory
-    entries of `folder`."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            sync_entry(file)
-    sync_entry(folder)
+    """Flushes to disk `folder` with all its files and subfolders."""
+    for path in (*folder.rglob("*"), folder):
+        sync_entry(path)
