@@ -76,12 +76,14 @@ class Extension:
 
     @classmethod
     def parse(cls, text: str) -> Extension:
-        """Parses a text that `str(extension)` returned, and returns an equal extension."""
+        """Parses a text that `str(extension)` returned. Returns an Extension that is equal to
+        `extension`."""
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Returns the extension as a YAML value: only its name if it has no settings, and otherwise
-        a mapping. The method `read` turns this value into an equal extension."""
+        """Returns the extension as a YAML value. The value is only the name if the extension has no
+        settings, and otherwise a mapping. The method `read` converts the YAML value back to an
+        Extension with the same name and the same settings."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:
@@ -149,8 +151,8 @@ def settings_of(
 
 
 def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
-    """Converts a setting's value to its parameter's annotated type. Returns the value unchanged if
-    the parameter has no annotation."""
+    """Converts `value` to the annotated type of the parameter `key` in the signature of `reader`.
+    Returns `value` unchanged if this parameter has no annotation."""
     from pydantic import TypeAdapter, ValidationError  # only needed for extensions with settings
     from pydantic.errors import PydanticUserError
 

@@ -21,8 +21,8 @@ RESTARTS_FILE = "restarts.jsonl"
 
 @dataclass(frozen=True)
 class RecoveryRule:
-    """The settings of the section `faults.run`. The documentation of the configuration describes
-    the settings of `faults.run`."""
+    """Settings of the configuration section `faults.run`. docs/configuration.md describes each of
+    these settings."""
 
     attempts: int = 3
     window_steps: int = 10
@@ -31,8 +31,9 @@ class RecoveryRule:
 
     @classmethod
     def of(cls, section: Any) -> RecoveryRule:
-        """Makes a RecoveryRule from the section `faults.run`. The section is a pydantic model, or a
-        dict that was read from a config.yaml. Missing fields keep their defaults."""
+        """Makes a RecoveryRule from the settings in `section`. `section` is the configuration
+        section `faults.run`, either as a pydantic model or as a dict that was read from a
+        config.yaml. Settings that are missing in `section` keep their defaults."""
         values = section if isinstance(section, dict) else vars(section)
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
@@ -41,12 +42,13 @@ class Attempts:
     """Counts the restarts of one run within one process.
 
     When the number of counted restarts is equal to the setting `attempts`, the run is not restarted
-    again. For each restart, this class stores the furthest step that the run had reached before the
-    restart. When the run is `window_steps` steps beyond the stored step, the restart is no longer
-    counted. A run makes progress only in steps beyond the stored step. Steps that a restarted run
-    repeats are therefore no progress. If, after every restart, a run dies before its next
-    checkpoint, the run only repeats the same steps. If a run only repeats the same steps, all its
-    restarts stay counted, and the run is restarted at most `attempts` times.
+    again. For each restart, this class stores the number of the furthest step that the run had
+    reached before the restart. Once the run is `window_steps` steps beyond the stored step of a
+    restart, this restart is no longer counted. After a restart, the run first repeats the steps
+    after its last checkpoint. Repeated steps are not beyond the stored step, so repeating steps
+    never ends the counting of a restart. If every restart of a run is followed by a loss before the
+    next checkpoint, the run only repeats the same steps. All restarts of such a run stay counted,
+    so the run is restarted at most `attempts` times.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:
@@ -56,7 +58,7 @@ class Attempts:
 
     @property
     def counting(self) -> int:
-        """Number of restarts that count towards `attempts` now."""
+        """Number of earlier restarts that currently count towards the setting `attempts`."""
         return len(self._reached)
 
     def lost(self, step: int) -> float | None:

@@ -65,7 +65,7 @@ class TimeLimit:
 
     def begin_step(self) -> None:
         """Begins the next step, and records the duration of the previous step. The duration of a
-        step is the time from the beginning of this step to the beginning of the following step."""
+        step is the time between two consecutive calls of `begin_step`."""
         now = self._clock()
         if self._step_begun is not None:
             self._steps.append(now - self._step_begun)

@@ -1,11 +1,12 @@
 """Identifies the code of a run by the releases of packages, and by this package's commit and
 digest. Identifies the device of a run by a description.
 
-Two runs compute bit-equal numbers if their settings and their parallel layouts are equal, and if
-`computes_on` returns the same text for both runs. Two runs with equal settings can still differ in
-bits if they compile functions with torch.compile, or if they add numbers in an order that varies.
-Torch is imported only inside functions, because the command `doctor` may run in an environment
-without torch.
+The function `computes_on` describes the device and the code of a run. Two runs compute bit-equal
+numbers if three things are equal: their settings, their parallel layouts, and their texts from
+`computes_on`. There are two exceptions. Runs that compile functions with torch.compile can still
+differ in bits. Runs that add numbers in an order that varies can also differ in bits. Torch is
+imported only inside functions, because the command `doctor` may run in an environment without
+torch.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def nccl_release() -> str | None:
     """Returns the release of NCCL that this process uses, or None if PyTorch was built without
-    NCCL. If PyTorch loads NCCL as a library, returns the release of the library. If PyTorch
-    contains NCCL itself, returns the release that PyTorch was built with."""
+    NCCL. If PyTorch loads NCCL as a shared library, returns the release of this library. If NCCL is
+    linked statically into PyTorch, returns the NCCL release with which PyTorch was built."""
     import torch
 
     if not torch.distributed.is_nccl_available():
@@ -59,8 +60,8 @@ def loaded_nccl() -> str | None:
     """Returns the release of the NCCL library that this process loads, or None if there is no such
     library.
 
-    The loaded release of NCCL may differ from torch.cuda.nccl.version(), which is the release that
-    PyTorch was built with.
+    The loaded release of NCCL may differ from the release with which PyTorch was built.
+    torch.cuda.nccl.version() returns the release with which PyTorch was built.
     """
     number = ctypes.c_int()
     try:

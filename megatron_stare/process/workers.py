@@ -30,8 +30,9 @@ class Workers(ABC):
 
     @abstractmethod
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        """Starts a call on one worker. If the workers are processes, `start_on` returns without
-        waiting for the call's result."""
+        """Starts a call of the method `method` on the worker with index `worker`, and returns a
+        handle for the result. If the workers are processes, `start_on` does not wait for the
+        result."""
 
     @abstractmethod
     def wait(
@@ -75,9 +76,11 @@ class Workers(ABC):
         Closing twice is allowed."""
 
     def start(self, method: str, *args: Any) -> list[Handle]:
-        """Starts a call on every worker."""
+        """Starts a call of the method `method` on every worker. Returns one handle for each worker,
+        in the order of the workers."""
         return [self.start_on(worker, method, *args) for worker in range(len(self))]
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Returns every worker's result."""
+        """Calls the method `method` on every worker, and returns the results in the order of the
+        workers."""
         return self.wait(self.start(method, *args))

@@ -45,7 +45,7 @@ class Demonstration(Prompt):
     `response`: ids of all tokens that follow `token_ids` in the conversation. At least one token
         follows.
     `loss_mask`: True for each token of `response` that the assistant wrote.
-    `written`: text of the response, for people who read the conversation.
+    `written`: the response as text. The text is for people; training uses only the token ids.
     """
 
     response: tuple[int, ...] = ()
@@ -180,11 +180,11 @@ class MicroBatchPlan:
     branch (rollout_batch.Branches).
 
     The log-prob pass and the training pass use the same plan, so on-policy ratios are exactly 1.
-    Every rank has the same number of micro-batches. Ranks that need fewer micro-batches than other
-    ranks get additional, empty micro-batches. The loss of an empty micro-batch has coefficient 0.
-    The micro-batches of a mini-batch (the batch of one optimizer step) are consecutive. `sizes`
-    contains the number of micro-batches of each mini-batch. If `sizes` is empty, all micro-batches
-    form one mini-batch.
+    Every data-parallel rank has the same number of micro-batches. If the branches of one rank fill
+    fewer micro-batches than the branches of another rank, the first rank gets additional, empty
+    micro-batches. The loss of an empty micro-batch has coefficient 0. The micro-batches of a
+    mini-batch (the batch of one optimizer step) are consecutive. `sizes` contains the number of
+    micro-batches of each mini-batch. If `sizes` is empty, all micro-batches form one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]

@@ -43,10 +43,10 @@ class Quantile:
 
     The quantile is at position (n - 1) q of the n sorted values, counted from 0. If (n - 1) q is
     not an integer, `interpolation` determines the quantile in the same way as in numpy. The
-    interpolation 'nearest' rounds a position halfway between two integers to the even integer.
-    Callers must convert `x` to float32 before they compare `x` with the quantile. The conversion to
-    float32 can round a value of `x` up. If the quantile equals the rounded value, the quantile is
-    larger than the original value in `x`.
+    interpolation 'nearest' rounds a position halfway between two integers to the even integer. The
+    conversion to float32 can round a value of `x` up. The quantile can be equal to such a rounded
+    value, and is then larger than the original value in `x`. Callers must therefore convert `x` to
+    float32 before they compare `x` with the quantile.
     """
 
     x: Tensor  # [N]
@@ -132,8 +132,8 @@ def scalar(statistics: Statistics, name: str) -> Tensor:
 
 
 def tensor(statistics: Statistics, name: str) -> Tensor:
-    """Returns the tensor that answers the request `name`. Raises TypeError if the request is a
-    TopK."""
+    """Returns the tensor that answers the request `name`. Raises TypeError if the request `name` is
+    a TopK, because the answer to a TopK is a Threshold."""
     value = statistics[name]
     if isinstance(value, Threshold):
         raise TypeError(f"{name} is the answer to a TopK")

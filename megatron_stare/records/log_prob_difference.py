@@ -48,8 +48,8 @@ class LogProbDifference:
         without tokens are left out.
     `of_version`: one summary of log-prob differences for each weight version that sampled tokens.
         The keys of the dict are the weight versions.
-    `longest`: summary of the log-prob differences in the longest response. If several responses are
-        equally long, the earliest of these responses in the batch counts as the longest.
+    `longest`: summary of the log-prob differences in the longest response of the batch. If the
+        batch has several longest responses of equal length, `longest` describes the first of them.
     `likely`: summary of the log-prob differences for tokens to which the trainer gives a
         probability of at least 1/1000.
     `unlikely`: summary of the log-prob differences for tokens to which the trainer gives a

@@ -315,7 +315,8 @@ class RankShare(_Columns):
 
 
 class _Branch(NamedTuple):
-    """A branch of a trajectory, with its position in a batch."""
+    """Data of one branch of a trajectory. `sample` is the index of the trajectory in the batch.
+    `of_prompt` is True if the branch's context is the prompt."""
 
     sample: int
     context: Tensor
@@ -362,12 +363,12 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
-    """Moves the experts of all tokens from the trajectories into one column [T, L, K]. Each
-    trajectory releases its experts as soon as they are copied, because the column of a large batch
-    takes tens of gigabytes.
+    """Moves the expert numbers of all tokens from the trajectories into one tensor [T, L, K]. For a
+    large batch, this tensor takes tens of gigabytes. To save memory, the function sets a
+    trajectory's `experts` to None as soon as the trajectory's expert numbers have been copied.
 
-    An engine does not name the experts of a response's last token, because it never runs its model
-    on this token. All experts that the engine did not name are marked as unknown."""
+    An engine does not name the experts of a response's last token, because the engine never runs
+    the model on this token. All experts that the engine did not name are marked as unknown."""
     first = next((t for t in ordered if t.experts is not None), None)
     if first is None:
         return None

@@ -6,8 +6,7 @@ Every rank that holds tokens of the chosen responses makes a TokenNumbers for it
 (`megatron/step/diagnostics.py`). A TokenNumbers that one rank makes is called a part. The driver
 joins the parts, and attaches the values of each response to the response's trajectory.
 
-Shape legend: n = tokens of one response; m = tokens of a part, which is the TokenNumbers of one
-rank.
+Shape legend: n = tokens of one response; m = tokens in the TokenNumbers of one rank.
 """
 
 from __future__ import annotations
@@ -77,10 +76,11 @@ def of_responses(
 
 
 def spread(size: int, limit: int) -> list[int]:
-    """Picks evenly spaced samples from a batch, and returns their indices. `size` is the number of
-    samples in the batch, and `limit` is the largest number of samples to pick. In a batch, the
-    samples of a prompt follow one another. Evenly spaced samples therefore come from as many
-    prompts as possible. Samples from the beginning of the batch would come from few prompts."""
+    """Picks samples of a batch at evenly spaced indices, and returns these indices. `size` is the
+    number of samples in the batch, and `limit` is the largest number of samples to pick. All
+    samples of one prompt have consecutive indices in a batch. Samples at evenly spaced indices
+    therefore come from as many prompts as possible, while samples from the beginning of the batch
+    would come from few prompts."""
     count = min(limit, size)
     return [i * size // count for i in range(count)]
 

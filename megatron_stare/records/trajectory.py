@@ -1,6 +1,6 @@
-"""Defines `Trajectory`, the record of one response to a prompt. A response has one or more turns.
-The per-token values of a response are stored in columns. The only third-party imports are numpy and
-torch.
+"""Defines `Trajectory`, the record of one response to a prompt. A response consists of one or more
+turns of the policy. Between two turns, an environment can insert tokens. The per-token values of a
+response are stored in columns. The only third-party imports are numpy and torch.
 
 Shape legend: n = tokens of the response; L = layers; K = experts to which a mixture of experts
 routes a token. Each token of a response was either sampled by an engine or inserted by an

@@ -209,8 +209,8 @@ def clock(text: str) -> Clock | None:
 
 
 def sides(text: str) -> list[str]:
-    """Splits an equation or a chain of equations, such as a = b = c, into its sides. If a text has
-    no equals sign outside brackets, the whole text is returned as one side."""
+    """Splits an equation or a chain of equations, such as a = b = c, into a list of its sides. For
+    a text that has no equals sign outside brackets, the list contains only the whole text."""
     return [part.strip() for part in split(text, ("=",))]
 
 
@@ -292,10 +292,11 @@ def items(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """An answer in brackets: the opening bracket, the closing bracket and the parts between them.
+    """An answer that is written in brackets, such as (1, 2) or [0, 5), split into its parts.
 
     `opened`, `closed`: the enclosing brackets. '(' and ')' mean a tuple or an open end of an
         interval. '[' and ']' mean a closed end of an interval. '{' and '}' mean a set.
+    `parts`: the texts between the brackets, which commas or semicolons separate in the answer.
     """
 
     opened: str

@@ -1,6 +1,7 @@
-r"""Normalises the notation of mathematical answers. Removes LaTeX that does not change the meaning
-of an answer. Detects notation that math-verify ignores, but that changes the meaning of an answer.
-Imports the standard library only."""
+r"""Prepares mathematical answers for a comparison. Removes LaTeX that does not change the meaning
+of an answer. Rewrites several notations in one uniform notation, such as 1e5 as a power of ten.
+Detects notation that changes the meaning of an answer, but that math-verify ignores. Imports the
+standard library only."""
 
 from __future__ import annotations
 
@@ -46,10 +47,10 @@ _HEDGE = re.compile(
 
 
 def bare(text: str) -> str:
-    r"""Removes decoration from an answer. Decoration is: dollar signs, spacing, fonts, colours,
-    labels, check marks, and a full stop at the end. A modulus such as \pmod{7} is also decoration.
-    In an answer that contains a multiple-choice letter and a value, such as (B) 12, the letter is
-    also decoration. Also rewrites numbers such as 1e5 as powers of ten."""
+    r"""Removes text that a comparison of answers must ignore: dollar signs, spacing, fonts,
+    colours, labels, check marks, a modulus such as \pmod{7}, and a full stop at the end. If an
+    answer contains a multiple-choice letter and a value, such as (B) 12, `bare` also removes the
+    letter. Also rewrites numbers such as 1e5 as powers of ten."""
     text = text.replace("\\$", "").replace("$", "").replace("\u2212", "-").replace("\0", "").strip()
     text = _COLOUR.sub(lambda found: found[1] or "", text)
     text = _LABEL.sub("", text)
@@ -184,10 +185,11 @@ def hedges(text: str) -> bool:
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Returns True if two answers must be compared as text, because at least one of them is a time
-    of day or a number with a base, such as 101_2.
+    """Returns True if at least one of two answers is a time of day, such as 10:30, or a number with
+    a base, such as 101_2. Times of day and numbers with a base must be compared as text.
 
-    math-verify would treat numbers in different bases, and different times of day, as equal.
+    math-verify would treat numbers in different bases as equal. math-verify would also treat
+    different times of day as equal.
     """
     pair = (plain(wanted), plain(given))
     return any(_CLOCK.fullmatch(text) or _BASE.fullmatch(text) for text in pair)

@@ -1,11 +1,12 @@
-r"""Handles the units and words that follow a number. Decides whether a word is a known unit,
-whether two units agree, and whether a word changes the number's value.
+r"""Handles the units and words that follow a number, such as km in 5 km or million in 7 million.
+Decides whether the word after a number is a known unit, or changes the value of the number. Also
+decides whether two units agree.
 
 An answer can have a known unit even if the reference has no unit. If answer and reference both have
 a unit, the units must be of the same kind, such as two lengths. If the two units are of the same
 kind but differ, the answer's number is converted to the unit of the reference. A word that changes
-the number, as in 7 million or 7 squared, is not a unit. A letter that is a variable, as in 7t, is
-not a unit. Imports the standard library only.
+the value of the number, as in 7 million or 7 squared, is not a unit. In a product such as 7t, the
+letter is a variable and not a unit. Imports the standard library only.
 """
 
 from __future__ import annotations

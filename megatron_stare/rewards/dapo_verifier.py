@@ -4,11 +4,13 @@ reference.
 Answer and reference are normalised as in Minerva (Lewkowycz et al., arXiv 2206.14858, appendix
 D.1). The lists of words that are removed or replaced come from DAPO (arXiv 2503.14476). The
 normalised texts must be equal, character by character. The verifier reads only the last 300
-characters of a response. This verifier rewards a right answer with 1 and a wrong answer with 0, but
-DAPO uses 1 and -1. Rewards of 1 and 0 give the same advantages as rewards of 1 and -1. The
-difference between DAPO's two rewards is twice the difference between this verifier's two rewards.
-Any term that DAPO adds to the reward must therefore be halved if this verifier is used. For the
-overlong punishment, set `overlong.factor: 0.5`. Runs in reward workers.
+characters of a response.
+
+This verifier gives a right answer the reward 1 and a wrong answer the reward 0. DAPO itself gives a
+right answer 1 and a wrong answer -1. Rewards of 1 and 0 give the same advantages as rewards of 1
+and -1. DAPO's two rewards are 2 apart, and this verifier's two rewards are only 1 apart. Any term
+that DAPO adds to the reward must therefore be halved if this verifier is used. For the overlong
+punishment, set `overlong.factor: 0.5`. Runs in reward workers.
 """
 
 from __future__ import annotations
@@ -92,8 +94,8 @@ def answer_start(response: str) -> int:
 
 
 def normal_answer(response: str) -> str:
-    """Returns the normalised text after the last 'Answer:'. Returns "" if the last 300 characters
-    contain no 'Answer:'."""
+    """Returns the text after the last 'Answer:' of a response, normalised by `normalised`. Returns
+    "" if the last 300 characters of the response contain no 'Answer:'."""
     found = _ANSWER.findall(response[-_SEEN:])
     return normalised(found[-1]) if found else ""
 

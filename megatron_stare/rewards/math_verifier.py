@@ -179,8 +179,9 @@ def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
 def _same_tuples(
     wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
 ) -> bool:
-    """Compares two tuples or intervals entry by entry. An answer with two entries can be a tuple or
-    an interval, so two such answers are equal only if their brackets are the same."""
+    """Compares two tuples or intervals entry by entry. An answer with two entries, such as (1, 2),
+    can be a tuple or an interval. Answers with two entries are therefore equal only if their
+    brackets are equal. The brackets of longer tuples are not compared."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -238,8 +239,8 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
     """Compares two single values with their units.
 
     Args:
-        written: both answers, including their decoration. `written` may be omitted if the answers
-            had no decoration.
+        written: both answers before `answer_text.bare` was applied, still with their currency
+            signs. `written` may be omitted if `answer_text.bare` had nothing to remove.
     """
     bare = [re.sub(r"\s*\\?%\s*$", "", text) for text in (wanted, given)]
     percents = [text != rest for text, rest in zip((wanted, given), bare, strict=True)]
@@ -275,9 +276,9 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""Cleans an amount of money that starts with \$. Keeps the leading \$, and removes the dollar
-    signs and spaces directly after the leading \$ and at the end of the text. For example, \$5$
-    becomes \$5. Returns any other text unchanged."""
+    r"""Cleans an amount of money that starts with \$. Keeps the \$ at the start of the text.
+    Removes dollar signs and spaces directly after this \$. Also removes dollar signs and spaces at
+    the end of the text. For example, \$5$ becomes \$5. Returns any other text unchanged."""
     return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
 
 
@@ -288,16 +289,16 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Returns True if a text must not be read as one number, because the text contains words, or
-    two numbers with a space between them, as in 3 4. The caller has already removed the unit from
-    the text."""
+    """Returns True if a text contains words, or two numbers with a space between them, as in '3 4'.
+    Such a text must not be read as one number. The caller has already removed the unit from the
+    text."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Returns True if a space separates two numbers, as in 3 4 or 3, 4. The function ignores spaces
-    between groups of three digits, as in 12 000. The function also ignores the space in a mixed
-    number, as in 3 1/2."""
+    """Returns True if a space separates two numbers, with or without a comma before the space.
+    Examples are '3 4' and '3, 4'. The function ignores spaces between groups of three digits, as in
+    '12 000'. The function also ignores the space in a mixed number, as in '3 1/2'."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 
@@ -314,7 +315,8 @@ def normal_answer(response: str) -> str:
     """Returns a normal form of the last box's content, or "" if the box is empty, missing or not
     closed. The normal form of a number in digits, or of a fraction of two integers, is the exact
     value as text: 0.5 becomes 1/2. The normal form of words is in lower case. All other answers,
-    including single letters, only lose decoration, fonts and spaces."""
+    including single letters, are only cleaned by `answer_text.bare` and `answer_text.tidy`, for
+    example of fonts and spaces."""
     given = last_boxed(response)
     if given is None:
         return ""

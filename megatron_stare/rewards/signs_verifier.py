@@ -21,13 +21,15 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
 
 
 def verify(response: str, answer: str) -> float:
-    """Returns 1.0 if the steps after the last 'wait' in the response lead from the problem's first
-    number to the problem's total, else 0.0.
+    """Returns 1.0 if the last attempt of the response solves the problem, else 0.0.
 
-    A step is a signed operand, optionally followed by a running total. The steps must use every
-    operand of the problem once, in the problem's order. The text after the last 'wait' must contain
-    nothing but steps. Running totals are not checked, because a policy that computes them wrong
-    reaches the problem's total only by luck.
+    The last attempt is the text after the last 'wait', or the whole response if the response
+    contains no 'wait'. The problem '33 8 5 2 = 38' has the first number 33, the operands 8, 5 and
+    2, and the total 38. A step is a signed operand, optionally followed by a running total. An
+    attempt solves the problem if the first number plus all signed operands equals the total. The
+    steps must use every operand of the problem once, in the problem's order. The attempt must
+    contain nothing but steps. Running totals are not checked, because a policy that computes wrong
+    running totals reaches the problem's total only by luck.
 
     Args:
         answer: the problem, such as '33 8 5 2 = 38'.

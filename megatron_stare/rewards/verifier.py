@@ -21,11 +21,12 @@ The verifier's module may also define a sequence `KNOWN_ANSWERS` and three funct
   form can serve as a reference answer. Majority votes compare normal forms (docs/evaluation.md).
 
 The keyword-only parameters of a verifier are its settings, which the configuration sets, as in
-`{name: my_pkg.verify, tolerance: 0.1}`. Two parameters, `columns` and `responses`, are not
-settings, because the run itself sets them. If a verifier has a keyword-only parameter `columns`, it
-receives a dict with columns of the prompt's data row. The setting `data.columns` selects the
-columns that the dict contains. If the first parameter is called `responses`, the verifier is called
-with the list of all responses to a prompt and returns a list of rewards.
+`{name: my_pkg.verify, tolerance: 0.1}`. The run itself passes the parameters `columns` and
+`responses` to the verifier, so these two parameters are not settings. If a verifier has a
+keyword-only parameter `columns`, the verifier receives a dict with columns of the prompt's data
+row. The setting `data.columns` selects the columns that the dict contains. If the first parameter
+is called `responses`, the verifier is called with the list of all responses to a prompt and returns
+a list of rewards.
 """
 
 from __future__ import annotations
@@ -260,10 +261,10 @@ def _check_signature(verify: Verifier, name: str) -> None:
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Returns True if a function can be called with a response and an answer. The check reads the
-    function's signature, and does not call the function. If the function has a keyword-only
-    parameter `columns`, the check assumes that the caller also passes `columns`. A function with a
-    parameter `completions` is rejected."""
+    """Returns True if the signature of a verifier allows a call with a response and an answer. The
+    check does not call the verifier. If the verifier has a keyword-only parameter `columns`, the
+    signature must allow a call with a response, an answer and `columns`. Returns False for a
+    function with a parameter `completions`."""
     try:
         signature = inspect.signature(verify)
     except (TypeError, ValueError):  # not written in Python: no signature

@@ -164,8 +164,8 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        """Returns the process ids of the current workers. The ids change when a worker is
-        replaced."""
+        """Returns the process ids of the current workers. When the pool replaces a worker, the new
+        worker has another process id than the old worker."""
         return [slot.process.pid for slot in self._slots]
 
     def verify(

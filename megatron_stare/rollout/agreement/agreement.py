@@ -107,9 +107,9 @@ class AgreementError(UserError):
 def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
     """Returns metrics of the log-prob differences: the mean difference, the largest difference, the
     quantiles of the differences, the mean difference over likely tokens, and the mean difference
-    over unlikely tokens. Also returns the largest difference for each range of token positions, and
-    the largest difference for each age of the weights with which tokens were sampled. The age of
-    weights is a number of steps.
+    over unlikely tokens. Also returns the largest difference in each range of token positions. Also
+    groups the tokens by the age, in steps, of the weights that sampled the tokens, and returns the
+    largest difference in each group.
 
     Args:
         step: step of the rollout. Tokens that were sampled with the weights of the previous step
@@ -204,8 +204,8 @@ def canary_verdict(
 def rollout_verdict(
     sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits
 ) -> str:
-    """Returns a text that names a likely cause of this contradiction: the log-probs of the canary
-    agree between engine and trainer, but the log-probs of sampled tokens differ.
+    """Names a likely cause of log-prob differences between engine and trainer on sampled tokens.
+    The function assumes that engine and trainer agree on the log-probs of the canary.
 
     Args:
         sampled: differences between engine and trainer, with the trainer's log-probs at the run's

@@ -45,8 +45,8 @@ class Limits:
     `largest`: limit on the log-prob difference of each token. In float32, `largest` has a default
         value. In 16-bit and 8-bit dtypes, the default is no limit. In float32, differences from
         rounding are three orders of magnitude smaller than differences from any fault. In 16-bit
-        dtypes, the log-probs of engine and trainer for a single token can differ by tenths of a nat
-        to several nats, even without a fault.
+        dtypes, even without a fault, the engine's log-prob of a token can differ from the trainer's
+        log-prob of the same token by tenths of a nat, or by several nats.
     `bounds`: dict with the limits on the mean of the differences ("mean") and on two high quantiles
         ("p99" and "p999"). In float32, the dict is empty.
     `trend`: limit on the growth of the mean difference over a run.
@@ -91,11 +91,11 @@ class Limits:
     def canary_passed(self, difference: LogProbDifference) -> str:
         """Describes the limits that a canary's differences exceed. Returns "" if no limit is
         exceeded. A canary has too few tokens for quantiles, so the limits on quantiles do not
-        apply. In 16-bit and 8-bit dtypes, the canary's mean difference may be at most `CANARY_ROOM`
-        times the limit that applies to the mean difference of sampled tokens. The canary's mean
-        difference covers only likely tokens, to which the trainer gives a probability of at least
-        1/1000. If the canary has fewer than `ENOUGH_LIKELY` likely tokens, the mean difference
-        covers all tokens of the canary."""
+        apply. In 16-bit and 8-bit dtypes, the canary's mean difference has a limit of its own: the
+        limit on the mean difference of sampled tokens, multiplied by `CANARY_ROOM`. The canary's
+        mean difference covers only likely tokens, to which the trainer gives a probability of at
+        least 1/1000. If the canary has fewer than `ENOUGH_LIKELY` likely tokens, the mean
+        difference covers all tokens of the canary."""
         judged = (
             difference.likely
             if difference.likely.tokens >= ENOUGH_LIKELY

@@ -54,12 +54,13 @@ def decode_batch(
     model: Any, requests: Sequence[GenerateRequest], params: SamplingParams
 ) -> list[Decoded]:
     """Decodes the responses to all `requests` as one batch. A response has at most
-    `params.max_new_tokens` tokens, or fewer if its request sets a lower limit.
+    `params.max_new_tokens` tokens. A request can set a lower limit for its own response.
 
-    A row's sampling noise depends only on `params` and the row's request. If a row has the same
-    distribution in two batches, both batches sample the same token for this row, whatever the other
-    rows are. The number of rows can change the shapes of the matrix products. Different shapes
-    cause different float rounding, which changes the distribution by about 1e-7.
+    Each row of the batch decodes the response to one request. A row's sampling noise depends only
+    on `params` and the row's request. If a row has the same distribution in two batches, both
+    batches sample the same token for this row, whatever the other rows are. The distribution of a
+    row can differ by about 1e-7 between two batches with different numbers of rows. The number of
+    rows determines the shapes of the matrix products, and the shapes affect the float rounding.
     """
     steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
     keys = row_keys(

@@ -113,7 +113,8 @@ class ModelInfo:
 
 
 class WeightUpdateError(UserError):
-    """Raised if parameters of a weight update are missing, repeated or unknown, or have a wrong
+    """Raised if an engine does not receive exactly the parameters that a weight update must
+    contain. The cause is a parameter that is missing, was sent twice, is unknown, or has a wrong
     shape or wrong values. After a WeightUpdateError, the engine's state is DIRTY."""
 
 

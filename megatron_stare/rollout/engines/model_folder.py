@@ -191,12 +191,12 @@ def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedToken
 def sampled_text(
     trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Decodes the tokens that the policy sampled. Leaves out the environment's tokens, special
-    tokens and stop tokens. Inserts a newline character wherever environment tokens or the start of
-    a branch interrupt the policy's text. The newline character separates the text before the
-    interruption from the text after the interruption. Without the newline character, the text
-    before and the text after the interruption could together look like an answer that the policy
-    never wrote."""
+    """Decodes the tokens that the policy sampled. Leaves out special tokens, stop tokens, and all
+    tokens that the environment wrote. Inserts a newline character wherever environment tokens or
+    the start of a branch interrupt the policy's text. The newline character separates the text
+    before the interruption from the text after the interruption. Without the newline character, the
+    text before and the text after the interruption could together look like an answer that the
+    policy never wrote."""
     parts: list[list[int]] = [[]]
     for at, last in trajectory.spans:
         if parts[-1]:

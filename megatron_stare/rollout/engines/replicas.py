@@ -33,10 +33,10 @@ class ServedMemory:
     `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: number of bytes that count towards the limit of `setting` but are not used for the
-        cache. The setting sglang.memory_fraction limits the memory of weights and cache together,
-        so the value of `before` is the size of the weights. The setting sglang.cache_tokens limits
-        only the cache, so the value of `before` is 0.
+    `before`: bytes that the setting limits together with the key/value cache, but that are not part
+        of the cache. The setting sglang.memory_fraction limits the memory of weights and cache
+        together, so the value of `before` is the size of the weights. The setting
+        sglang.cache_tokens limits only the cache, so the value of `before` is 0.
     `digits`: number of decimal places of the setting's value.
     """
 
@@ -212,8 +212,9 @@ class Replica(ABC):
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
         """Makes one part of a multi-node replica, but does not start the part. `number` is the
-        index of the replica. The part runs on the replica's node with index `node` and address
-        `address`. `node` is at least 1, because the replica's own worker runs on node 0."""
+        index of the replica. `node` is the index, among the replica's nodes, of the node on which
+        the part runs, and `address` is the address of this node. `node` is at least 1, because the
+        replica's own worker runs on node 0."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
@@ -269,8 +270,8 @@ def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
 
 
 def make_replica(config: Config, number: int, site: Site) -> Replica:
-    """Makes the replica with index `number` of a run. Raises UserError if the replica cannot be
-    started."""
+    """Makes the engine replica with index `number` of a run. Raises UserError if a process of the
+    replica, such as a server, cannot be started."""
     kind = resolve_engine(config.rollout.engine)
     if issubclass(kind, Engine):
         return InProcess(config, number, kind)
@@ -301,7 +302,8 @@ def without_install(config: Config) -> Config | None:
 
 
 def replica_count(config: Config) -> int:
-    """Returns the number of replicas of a run, or 0 if the run samples no responses."""
+    """Returns the number of engine replicas of a run. A run of supervised training samples no
+    responses, and has 0 replicas."""
     return 0 if config.supervised else _kind(config).count(config)
 
 

@@ -60,10 +60,10 @@ class SGLangClient:
     """HTTP client of one server.
 
     Every method of the client sends a request to the server and waits for the server's answer. The
-    method stops waiting if the connection to the server breaks or if the time limit has passed. The
-    time limit is `response_s` seconds for the method `generate_as`, and `timeout_s` seconds for all
-    other methods. If the connection breaks, most methods immediately send the request again, at
-    most REPEATED times.
+    wait has a time limit: `response_s` seconds for the method `generate_as`, and `timeout_s`
+    seconds for all other methods. If the connection to the server breaks during the wait, or if the
+    server answers with a temporary error, most methods immediately send the request again. A
+    request is sent again at most REPEATED times.
 
     Args:
         url: URL of the server, without a path.
@@ -171,8 +171,8 @@ class SGLangClient:
         return answer
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Generates one response. If the call is cancelled, the request still runs on the server,
-        so the caller must also abort the request."""
+        """Generates one response. If a caller cancels the call, the server still continues to
+        generate the response. The caller must therefore also abort the request on the server."""
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
@@ -305,12 +305,12 @@ def _tags(parts: Collection[str]) -> list[str]:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Disables Python's garbage collector during a `with` block. A parsed answer contains one list
-    for every token. Python's garbage collector frees only objects in reference cycles. A parsed
-    answer contains no reference cycles, so the garbage collector finds nothing to free in the
-    answer. An enabled garbage collector wastes time in two ways. For every answer, the garbage
-    collector traverses the answer's lists. After every few answers, the garbage collector traverses
-    all objects of the process."""
+    """Disables Python's garbage collector during a `with` block that parses a server's answer.
+    Python's garbage collector frees only objects in reference cycles. Parsed JSON contains no
+    reference cycles, so the garbage collector would find nothing to free in a parsed answer. A
+    parsed answer contains one list for every token. An enabled garbage collector wastes time in two
+    ways. For every answer, the garbage collector traverses the answer's lists. After every few
+    answers, the garbage collector traverses all objects of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

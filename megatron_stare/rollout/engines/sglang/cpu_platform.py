@@ -105,11 +105,11 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
-    """Makes SGLang use its CPU code for padding. Padding is needed if groups of ranks serve
-    separate requests. Without this function, SGLang would use its GPU code for padding, because
-    this project's CPU servers do not enable SGLang's optional CPU engine. Also defines the fill
-    value for sequence lengths, because only the attention backends of SGLang's CPU engine define
-    such a value."""
+    """Makes SGLang use its CPU code to pad a batch. SGLang pads batches if the server uses
+    attention data parallelism, in which each group of ranks serves its own requests. Without this
+    function, SGLang would use its GPU code for padding, because this project's CPU servers do not
+    enable SGLang's optional CPU engine. Also defines the fill value for sequence lengths, because
+    only the attention backends of SGLang's CPU engine define such a value."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)
@@ -145,8 +145,9 @@ def _path_of_loads(instance: str) -> str:
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """Computes the same hash as SGLang's kernel: MurmurHash3 (32 bits, seed 0) of the 16 bytes of
-    seed, position and column.
+    """Computes the same hash as SGLang's kernel `murmur_hash32`. The hash is MurmurHash3 (32 bits,
+    hash seed 0) of 16 bytes: 8 bytes of `seed`, 4 bytes of the position, and 4 bytes of the column
+    index.
 
     SGLang derives the noise of seeded sampling from the hash that this function returns. The
     function uses plain torch, because SGLang's own implementations need Triton or a kernel package.

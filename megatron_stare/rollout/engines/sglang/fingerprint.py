@@ -78,8 +78,9 @@ class Stack:
 
 
 class Fingerprint:
-    """Computes the checksums of a weight update, tensor by tensor. The checksums are valid for all
-    servers that have the same ServerLayout.
+    """Computes the checksums that a server must report after a weight update. The method `add`
+    takes the tensors of the update one by one. The checksums are valid for all servers that have
+    the same ServerLayout.
 
     Args:
         shape: shape of the model. The model's family defines how tensors are stacked and sharded.

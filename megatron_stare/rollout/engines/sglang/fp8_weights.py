@@ -70,10 +70,10 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Returns a matrix [out, in] in bfloat16. The matrix contains the weights that a server uses
-    after it has received `quantized(weight)`. Like this function, SGLang multiplies the elements by
-    the scales in float32 and rounds the products to bfloat16 before SGLang hashes 8-bit weights
-    (weight_checker_comparator.py, 0.5.23)."""
+    """Returns the bfloat16 matrix [out, in] that a server hashes after the server has received
+    `quantized(weight)`. To hash 8-bit weights, SGLang first multiplies the 8-bit elements by their
+    scales in float32, and rounds the products to bfloat16 (weight_checker_comparator.py, 0.5.23).
+    This function computes the same rounded products, but no hash."""
     elements, scales = quantized(weight)
     blocks = elements.view(len(scales), BLOCK, -1, BLOCK)
     found = torch.empty(blocks.shape, dtype=torch.bfloat16, device=weight.device)

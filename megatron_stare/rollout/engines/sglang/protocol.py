@@ -358,8 +358,8 @@ def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str
 def _column(
     values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None
 ) -> Tensor:
-    """Converts the n `values` to a tensor [n]. Uses numpy, because numpy converts Python numbers
-    ten times faster than torch.
+    """Converts the n `values` to a tensor [n]. The function first makes a numpy array, because
+    numpy converts Python numbers ten times faster than torch does.
 
     Args:
         of: function that is applied to each value before the conversion; None: no function.

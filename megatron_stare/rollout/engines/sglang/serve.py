@@ -97,8 +97,8 @@ def _guard(scratch: str) -> None:
     input. Without the guard, some of SGLang's processes would survive if this process were killed
     together with the parent process. Ray, for example, kills an actor together with the processes
     that the actor started. After killing the process group, the guard waits until the parent
-    process ends or closes the server's standard input. The guard then removes the folder `scratch`,
-    which contains the server's log."""
+    process ends or closes the server's standard input. Finally, the guard removes the server's own
+    folder `scratch`. The server's log is in this folder."""
     group = os.getpgid(0)
     # `ends` closes when this process ends, because its children do not inherit it
     lives, ends = os.pipe()
@@ -118,9 +118,11 @@ def _guard(scratch: str) -> None:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Removes the shared memory that a server's killed ranks leave behind. Call this function while
-    the ranks' process group still exists, because the process group identifies the ranks' files.
-    SGLang's file names are sgl_shm_<kind>_<process>_<random>."""
+    """Removes the shared-memory files of all processes in the process group `group`. A rank that is
+    killed does not remove its own shared-memory files. SGLang's file names are
+    sgl_shm_<kind>_<process>_<random>, where <process> is the id of the process that made the file.
+    Call this function while the processes of `group` still exist, because the process group of a
+    process cannot be determined after the process has disappeared."""
     for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(file.name.split("_")[-2])) == group:

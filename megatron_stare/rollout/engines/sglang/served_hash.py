@@ -39,7 +39,8 @@ class Digest(Protocol):
 
 def digest_on(device: str) -> Digest:
     """Returns an empty Digest for the kind of hash that a server on `device` reports. `device` is
-    the device type in the server's /server_info. AMD GPUs also have the device type cuda."""
+    the device type, such as cpu or cuda, that the server's endpoint /server_info returns. AMD GPUs
+    also have the device type cuda."""
     return TiledDigest() if device == "cuda" else Sha256Digest()
 
 

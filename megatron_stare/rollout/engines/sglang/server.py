@@ -2,8 +2,9 @@
 Removes everything that a server leaves behind.
 
 Each server runs in its own process group. A server runs serve.py in the Python environment of
-SGLang. Each server has its own random API key, and requires this key even on loopback. A server
-writes its output to a log. If a server dies, the error quotes the end of the server's log.
+SGLang. Each server has its own random API key, and requires this key even on loopback. The standard
+output and the standard error of a server go to the server's own log file. If a server dies, the
+error message quotes the end of the server's log file.
 """
 
 from __future__ import annotations

@@ -189,8 +189,9 @@ def _check_variables(options: ServerOptions) -> None:
 
 
 def _by_name(flags: Sequence[str]) -> dict[str, str]:
-    """Maps the names of command-line flags to their values. A flag has the form --name=value, or
-    --name followed by the value."""
+    """Parses command-line flags, and returns a dict from the name of each flag to the flag's value.
+    A flag has the form --name=value, or --name followed by the value. A flag without a value gets
+    the value ""."""
     found: dict[str, str] = {}
     name = ""
     for flag in flags:

@@ -107,8 +107,8 @@ class CacheRoom:
 
     @property
     def size(self) -> int:
-        """Current limit on the number of concurrent requests at the server. The limit is at least
-        1."""
+        """Current maximum of the number of requests that are at the server at the same time. The
+        maximum is at least 1, and can fall when the average length of requests grows."""
         return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:

@@ -89,8 +89,10 @@ class ServersTarget(SyncTarget):
 
     @property
     def shares_devices(self) -> bool:
-        """See SyncTarget. Returns False if any CPU server is multi-node or was not started by the
-        run, because such a server receives bytes instead of handles to shared memory."""
+        """See SyncTarget. A CPU server receives handles to shared memory only if the run started
+        the server, and only if all ranks of the server are on one node. Every other CPU server
+        receives the bytes of the weights. If at least one CPU server receives bytes,
+        `shares_devices` is False."""
         here = all(
             s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers
         )
