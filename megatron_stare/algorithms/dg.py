@@ -32,7 +32,9 @@ from megatron_stare.records.metric import Metric
 
 METRICS = (
     weight_metric("dg", "near 1/2: right and wrong answers' rare tokens balance"),
-    Metric("dg/gate", "0 or 1", "1: the weights act; with entropy_target only", "switches"),
+    Metric(
+        "dg/gate", "0 or 1", "1: tokens are weighted; logged only with entropy_target", "switches"
+    ),
 )
 
 

@@ -38,7 +38,7 @@ METRICS = (
         "stapo/entropy_threshold",
         "nats",
         "tau_h: an improbable token of a right answer is spurious below this entropy",
-        "steady; NaN without candidates",
+        "steady; NaN without candidates (v4)",
     ),
 )
 

@@ -80,7 +80,8 @@ class Mean:
 @dataclass(frozen=True)
 class Sum:
     """Request for the sum of `x` over the positions in `mask`. If `exact` is true, the sum has the
-    same bits in whatever order ranks and micro-batches hold the positions."""
+    same bits in whatever order ranks and micro-batches hold the positions, except for values of
+    2^40 or more, which are added in plain float64."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool

@@ -139,7 +139,9 @@ _TRAILING = re.compile(
     r"|(?P<plain>(?<=[\d}\s)])[A-Za-z][A-Za-z ./]*?(?:\s*\^\s*\{?[23]\}?)?))\.?$",
     re.DOTALL,
 )
-_MONEY = re.compile(r"(?:\\\$|\$|\\text\{\s*\\?\$\s*\}|€|£)\s*(?=[-+\d.\\])")
+_SIGN = r"(?:\\\$|\$|\\text\{\s*(?:\\?\$|€|£)\s*\}|€|£)"
+_MONEY = re.compile(rf"{_SIGN}\s*(?=[-+\d.\\])")
+_MONEY_AFTER = re.compile(rf"(?<=[\d.}})])(?:\\[,;:! ]|~|\s)*{_SIGN}\.?$")
 _SEVERAL = re.compile(
     rf"\s*(-?\d+(?:\.\d+)?)\s*(?:{_TEXT}|([A-Za-z]+))\s*,?\s*(?:\\text\{{\s*and\s*\}})?\s*"
 )
@@ -149,9 +151,9 @@ def quantity(text: str) -> Quantity | None:
     """Splits an answer into a value and a unit, which may be absent. Returns None if the answer
     cannot be split. For example, the answer '5 million' cannot be split, because the word 'million'
     is part of the value."""
-    if money := _MONEY.match(text):
-        kind = {"€": "euro", "£": "pound"}.get(text[money.start()], "money")
-        rest = quantity(text[money.end() :])
+    if money := _MONEY.match(text) or _MONEY_AFTER.search(text):
+        kind = "euro" if "€" in money[0] else "pound" if "£" in money[0] else "money"
+        rest = quantity(text[: money.start()] + text[money.end() :])
         if rest is None or rest.kind not in (None, "money", kind):
             return None
         return Quantity(rest.value, kind, rest.size)

@@ -252,11 +252,7 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
         ]
         return percents[0] != percents[1] and _by_math_verify(*parts)
     texts = [
-        (
-            sign.strip("$ ").strip()
-            if r"\$" in sign or sign.lstrip("$ ").startswith(("€", "£"))
-            else text
-        )
+        (_delimited(sign) if any(each in sign for each in (r"\$", "€", "£")) else text)
         for text, sign in zip((wanted, given), written or ("", ""), strict=True)
     ]
     first, second = (answer_units.quantity(_dollar(text)) for text in texts)
@@ -277,9 +273,18 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 def _dollar(text: str) -> str:
     r"""Cleans an amount of money that starts with \$. Keeps the \$ at the start of the text.
-    Removes dollar signs and spaces directly after this \$. Also removes dollar signs and spaces at
-    the end of the text. For example, \$5$ becomes \$5. Returns any other text unchanged."""
-    return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
+    Removes math delimiters and spaces directly after this \$, and at the end of the text. For
+    example, \$5$ becomes \$5. Returns any other text unchanged."""
+    return rf"\${_delimited(text[2:])}" if text.startswith(r"\$") else text
+
+
+def _delimited(text: str) -> str:
+    r"""Removes math delimiters ($) and spaces from both ends of a text. An escaped \$ is the sign of
+    a currency, and stays."""
+    bare = text.rstrip("$ ")
+    if bare.endswith("\\"):
+        bare += text[len(bare) : len(bare) + 1]
+    return bare.lstrip("$ ").strip()
 
 
 def _sum(found: re.Match[str]) -> str:
