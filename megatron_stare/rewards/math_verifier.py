@@ -279,8 +279,8 @@ def _dollar(text: str) -> str:
 
 
 def _delimited(text: str) -> str:
-    r"""Removes math delimiters ($) and spaces from both ends of a text. An escaped \$ is the sign of
-    a currency, and stays."""
+    r"""Removes math delimiters ($) and spaces from both ends of a text. An escaped \$ is a currency
+    sign, and stays."""
     bare = text.rstrip("$ ")
     if bare.endswith("\\"):
         bare += text[len(bare) : len(bare) + 1]
