@@ -311,8 +311,8 @@ def conclusions(told: Mapping[str, Any]) -> list[str]:
             )
         if found := [arm for arm in of_task if not clear[task, arm]]:
             lines.append(
-                f"On task `{task}`{TASKS.get(task, '')}, no significant difference from {NAMES[base]}"
-                f" was found in the trained model's pass@1, neither with"
+                f"On task `{task}`{TASKS.get(task, '')}, no significant difference from"
+                f" {NAMES[base]} was found in the trained model's pass@1, neither with"
                 f" {' nor with '.join(map(spoken, found))}."
             )
     return lines

@@ -136,8 +136,8 @@ The next table shows pass@1 and final entropy for each value of a STARE setting,
 experiments. [STARE](algorithms/stare.md) defines the weights W and M and the share P of rare
 tokens. The table of STARE settings uses P = 0.3, except in the row that varies P. The table of
 STARE settings shows whether a larger value helps. A best value in toy worlds, such as a target in
-nats, is not the best value for another model. `megatron-stare suggest` suggests an entropy target from
-a run's first steps ([tuning](tuning.md)).
+nats, is not the best value for another model. `megatron-stare suggest` suggests an entropy target
+from a run's first steps ([tuning](tuning.md)).
 """
 UNKNOWN = """\
 ## How sure this is
