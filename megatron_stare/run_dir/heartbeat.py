@@ -140,9 +140,10 @@ def read_heartbeat(run_dir: Path) -> Beat | None:
 
 
 def forget_heartbeat(run_dir: Path) -> None:
-    """Removes heartbeat.json, which describes the driver of an earlier start. A start without a
-    watcher calls this function, because no watcher will replace heartbeat.json. Without the
-    removal, heartbeat.json would continue to describe a process that no longer exists."""
+    """Removes the file heartbeat.json that an earlier start of the run left behind. This old file
+    describes the driver of the earlier start. A watcher would overwrite the old file. A driver
+    without a watcher calls this function instead. Otherwise, the old file would continue to
+    describe a process that no longer exists."""
     (run_dir / HEARTBEAT_FILE).unlink(missing_ok=True)
 
 

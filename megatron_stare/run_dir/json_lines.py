@@ -82,7 +82,7 @@ def keep(path: Path, wanted: Callable[[Record], bool]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Replaces every number in a JSON value that is infinite or NaN by None."""
+    """Returns a copy of a JSON value in which None replaces every infinite or NaN number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

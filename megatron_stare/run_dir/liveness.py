@@ -38,7 +38,7 @@ class Liveness:
         driver's machine, `host` is unknown, or the watcher saw that the driver's process ended. An
         unfinished run is "silent" if three conditions are met: the run's lock seems free, the
         driver does not count as ended, and no heartbeat was written in the last FRESH_S seconds.
-        The driver of a silent run is on another machine.
+        The state can be "silent" only if the driver last ran on a machine other than this machine.
     `host`: name of the machine on which the driver ran last; "" if unknown.
     `beat`, `beat_age_s`: the newest heartbeat, and its age by this machine's clock. `beat` and
         `beat_age_s` are None if there is no heartbeat.

@@ -56,8 +56,9 @@ class Row:
     advantages: np.ndarray | None = None  # [1] if a response has one advantage
 
     def has(self, names: Sequence[str]) -> bool:
-        """Returns True if this response has all fields in `names`. Returns False if a field in
-        `names` is an array and the response's `mask` is False for every token."""
+        """Returns True if this response has all fields in `names`. Statistics use the values of an
+        array field only at sampled tokens. If any field in `names` is an array, `has` therefore
+        returns False for a response without sampled tokens."""
         if any(getattr(self, name) is None for name in names):
             return False
         by_token = any(isinstance(getattr(self, name), np.ndarray) for name in names)
@@ -253,14 +254,14 @@ def figures(rows: Sequence[Row], micro_batch: int = 4) -> list[Figure]:
 
 
 def stability(rows: Sequence[Row], micro_batch: int) -> float:
-    """Selects a batch's rare tokens twice: in the whole batch, and in each micro-batch alone.
+    """Selects rare tokens twice: first in the whole batch, and then separately in each micro-batch.
     Returns the share of the first selection's tokens that the second selection also contains.
-    STARE's public code selects rare tokens in each micro-batch alone. The returned share is a mean
-    over `PACKINGS` random divisions of the rows into micro-batches.
+    STARE's public code selects rare tokens separately in each micro-batch, not in the whole batch.
+    The returned share is a mean over `PACKINGS` random divisions of the rows into micro-batches.
 
     Tokens of positive advantage and tokens of negative advantage are ranked separately by
     surprisal. In each ranking, the tokens with the highest surprisal are rare. The constant SHARE
-    is the fraction of rare tokens in a ranking (arXiv 2606.19236, section 3.2).
+    sets the fraction of each ranking's tokens that count as rare (arXiv 2606.19236, section 3.2).
     """
     whole = _rare(rows)
     number = sum(int(each.sum()) for each in whole)
@@ -290,8 +291,9 @@ def repetition(rows: Sequence[Row]) -> float:
 
 
 def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Returns one mask per row, over the row's sampled tokens. A mask is True for the rare tokens
-    of positive advantage and for the rare tokens of negative advantage."""
+    """Returns one mask for each row, over the row's sampled tokens. The mask is True for rare
+    tokens. Tokens of positive advantage and tokens of negative advantage are ranked separately. In
+    each of the two rankings, the tokens with the highest surprisal are rare."""
     lengths = [len(row.kept("log_probs")) for row in rows]
     surprisals = np.concatenate([-row.kept("log_probs") for row in rows])
     signs = np.sign(np.concatenate([_advantages(row) for row in rows]))

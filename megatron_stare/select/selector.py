@@ -61,8 +61,8 @@ class Selected:
 
 
 class Selector:
-    """Multiplies advantages by the weights of one of this project's methods, and keeps the state of
-    the method's gate and controllers.
+    """Multiplies the advantage of each token by a weight that a method such as STARE computes for
+    the token. Keeps the state of the method's gate and controllers from one update to the next.
 
     Args:
         method: a name in METHODS.

@@ -1,4 +1,5 @@
-"""Runs STARE inside slime, as the function that `--rollout-data-postprocess-path` names.
+"""Runs STARE inside slime. slime's option `--rollout-data-postprocess-path` makes slime call
+`weigh` for each rollout.
 
     python train.py --rollout-data-postprocess-path stare_select.slime.weigh \\
         --use-rollout-entropy --get-mismatch-metrics \\
@@ -229,9 +230,9 @@ def places(rollout_data: Mapping[str, Any], group: Any) -> tuple[Tensor, Tensor,
 
 
 def changed(rollout_data: Mapping[str, Any]) -> str | None:
-    """Checks the log-probs, entropies and advantages that slime has computed. Returns a message
-    about the first of these tensors that the adapter cannot use. Returns None if the adapter can
-    use all of these tensors."""
+    """Checks whether the adapter can use the log-probs, entropies and advantages that slime has
+    computed. Returns a message that describes the first problem found, or None if there is no
+    problem."""
     for row, mask in enumerate(rollout_data["loss_masks"]):
         kept = local(mask, rollout_data, row).bool()
         for name in ("log_probs", "entropy", "advantages"):

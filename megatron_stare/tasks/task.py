@@ -169,15 +169,16 @@ class Evaluation:
     environment: Environment
 
     def told(self) -> list[str]:
-        """Returns lines about the task's data for the user, such as problems left out."""
+        """Returns messages for the user about the task's prompts. For example, a message says how
+        many prompts were left out, and why."""
         name = "the evaluation" if self.task.name is None else f"eval.tasks[{self.task.name}]"
         return [f"{name}: {line}" for line in getattr(self.prompts, "told", ())]
 
     def about(self) -> dict[str, Any]:
         """Returns the entries that describe this evaluation in its record. The entry `asked`
-        identifies the problems with their answers, the template, the verifier and the environment.
-        The results of two evaluations can be compared problem by problem only if both evaluations
-        have the same problems, template, verifier and environment.
+        identifies four parts of the evaluation: the problems (including their answers), the prompt
+        template, the verifier, and the environment. The results of two evaluations can be compared
+        problem by problem only if all four parts are the same in both evaluations.
 
         The token ids of the prompts are left out, so that models with different tokenizers can be
         compared.

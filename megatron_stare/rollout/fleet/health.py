@@ -133,17 +133,18 @@ class FleetHealth:
 
     A replica that lost a request receives no requests during a back-off. For a time after a lost
     request, the fleet avoids the replica that lost the request. If the lost request was in flight
-    for n seconds, the avoidance lasts for n seconds or for the length of the back-off, whichever is
-    longer. The avoidance ends earlier if the replica answers a request. An avoided replica receives
-    a request only if all serving replicas are avoided. Each request to a hanging replica is delayed
-    by the full request timeout. By avoiding replicas, the fleet limits the number of requests that
-    a hanging replica receives. At the start of the next rollout, all back-offs end and no replica
-    is avoided any more.
+    for n seconds, the fleet avoids the replica for n seconds or for the length of the back-off,
+    whichever is longer. If the replica answers a request before this time is over, the fleet stops
+    avoiding the replica at once. An avoided replica receives a request only if all serving replicas
+    are avoided. A hanging replica delays each of its requests by the full request timeout. The
+    fleet avoids every replica that lost a request, because such a replica may be hanging. At the
+    start of the next rollout, all back-offs end and no replica is avoided any more.
 
     After a lost request, a replica is suspected until the replica answers a request. A suspected
-    replica receives only one request at a time. When the back-off and the avoidance of a suspected
-    replica have ended, the fleet prefers this replica for the next request. Without this
-    preference, a suspected replica might never receive a request again, and would stay suspected.
+    replica receives only one request at a time. As soon as the fleet no longer avoids a suspected
+    replica, the fleet prefers this replica to healthy replicas. The suspected replica thus receives
+    one request as a test. If the fleet preferred healthy replicas, a suspected replica might never
+    receive a request again, and would stay suspected.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The

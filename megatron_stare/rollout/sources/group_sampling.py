@@ -216,7 +216,9 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Detects when a round has enough complete groups to know which groups are trained on.
+    """Selects, among the groups of one round, the groups that a step uses. Examines the complete
+    groups in prompt order, up to the first incomplete group. The selection is final as soon as the
+    examined groups include `wanted` informative groups.
 
     Args:
         prompts: the round's prompts, in canonical order.

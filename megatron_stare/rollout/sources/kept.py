@@ -116,8 +116,8 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
     """Removes from `data`, an output of `to_bytes`, every group whose prompt cursor is in
-    `cursors`. Returns the remaining groups, again as bytes. Raises DataError if the data cannot be
-    read."""
+    `cursors`. Serializes the remaining groups with `to_bytes` and returns the result. Raises
+    DataError if the data cannot be read."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])

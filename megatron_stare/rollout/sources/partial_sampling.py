@@ -8,10 +8,10 @@ continue until enough groups are complete. At the end of a step, unfinished resp
 the weight version of every token. Unfinished responses continue in the next step, together with
 responses to new prompts.
 
-As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), the length of a round is a number of tokens, not
-a time. Because a round is measured in tokens, the selection of groups depends only on seeds and
-weights, and not on timing. As in APRIL (arXiv 2509.18521), more groups are sampled than a step
-takes.
+As in Kimi k1.5 (arXiv 2501.12599, section 2.6.2), a round is limited by a number of tokens, not by
+a time. The speed of the engines therefore does not affect which responses finish in a round. The
+selection of groups depends only on seeds and weights. As in APRIL (arXiv 2509.18521), more groups
+are sampled than a step takes.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class PartialGroups(Groups):
     the groups whose prompts come first in the prompt stream.
 
     Between steps, this object keeps every prompt that was taken from the stream but neither trained
-    on nor dropped. Each prompt of the stream is therefore used at most once. Only groups with
-    earlier prompts can delay a complete group. Each unfinished response grows in every step. The
-    age of a token, in weight versions, is therefore at most `ceil(max_new_tokens / tokens) - 1 +
-    (under_way - 1) // groups`.
+    on nor dropped. Each prompt of the stream is therefore used at most once. A complete group waits
+    for a later step only if the current step is already full of complete groups whose prompts come
+    earlier in the prompt stream. Each unfinished response grows in every step. The age of a token,
+    in weight versions, is therefore at most `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) //
+    groups`.
 
     If dynamic sampling is off, this object drops no groups. If dynamic sampling is on (see
     InformativeGroups), this object drops every complete group whose rewards are all equal. If a

@@ -102,8 +102,9 @@ class _Judging:
         return await verdict
 
     async def without(self, prompt: Prompt) -> None:
-        """Reduces by one the number of responses that are expected for a prompt. Verifies the group
-        if all remaining responses of the group now wait for their verdicts."""
+        """Reduces by one the number of responses that are expected for a prompt. Compares the
+        reduced number with the number of responses to the prompt that wait for a verdict. If the
+        two numbers are equal, verifies the waiting responses together."""
         self._wanted[prompt.cursor] -= 1
         await self._judge_whole(prompt)
 
@@ -151,9 +152,10 @@ class RolloutSource(ABC):
     - After `publish`, no replica samples from a mixture of weight versions.
 
     - When the run is saved, some trajectories may be in flight or wait for their step. After a
-      resume, none of these trajectories is missing. Either the checkpoint stores the trajectory
-      (see group_sampling.Groups.kept), or the method `state` treats the trajectory's prompt as
-      unused, and the resumed run samples the trajectory again.
+      resume, none of these trajectories is missing. If the checkpoint stores a trajectory (see
+      group_sampling.Groups.kept), the resumed run restores the trajectory. If the checkpoint does
+      not store a trajectory, the method `state` treats the trajectory's prompt as unused. The
+      resumed run then samples the trajectory again.
     """
 
     @abstractmethod
@@ -257,7 +259,7 @@ class Rollouts:
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
         """Starts or continues responses. Each response grows until the response is finished, or
-        until it has grown by `tokens` tokens. Finished responses are verified.
+        until the response has grown by `tokens` tokens. Finished responses are verified.
 
         Waits until all verdicts have arrived and every response is either finished or cut after
         `tokens` tokens. Raises the first error.

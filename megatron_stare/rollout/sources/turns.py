@@ -203,8 +203,10 @@ class Turns:
         return json.loads(json.dumps(call.outcome["answer"]))
 
     async def take_back_failures(self) -> None:
-        """Marks the outcomes of failed tool calls as unknown. Failed calls before the last turn
-        keep their outcomes, because the environment has caught their errors.
+        """Marks the outcome of a tool call as unknown if the call failed after the policy's last
+        turn. The outcomes of calls that failed before the last turn stay in the journal. The
+        environment has caught the errors of these earlier calls, because the environment went on to
+        request the last turn.
 
         The rollout source calls this method after the environment was cancelled or has ended with
         an error. A failed tool call may have caused the environment's error. If the journal kept
@@ -257,9 +259,10 @@ def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | N
 def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids, in ascending order, of the tokens that may complete one of the stop strings.
     A token may complete a stop string if the token's text starts with a suffix of the stop string,
-    or contains the whole stop string. A character can consist of several bytes, and some tokens
-    contain only a part of these bytes. The id of a token with an incomplete character is returned
-    if the token's text contains the last character of a stop string."""
+    or contains the whole stop string. Some tokens contain only some of the bytes of a character.
+    The text of such an incomplete token cannot be compared with a suffix of the stop string. An
+    incomplete token may complete a stop string if the token's text contains the last character of
+    the stop string."""
 
     def may(text: str, stop: str) -> bool:
         if stop[-1] not in text:

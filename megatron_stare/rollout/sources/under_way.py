@@ -29,10 +29,11 @@ from megatron_stare.rollout.sources.calls import ResponseKey
 
 
 class ResponseCut(BaseException):
-    """Exception that ends the environment of a response when the response has grown by the number
-    of tokens that one round allows (`partial.tokens`). A later round continues the response. Like
-    CancelledError, ResponseCut does not derive from Exception. An environment that catches
-    Exception therefore does not catch ResponseCut."""
+    """Exception that ends the environment of a response when the response is cut. In each round, a
+    response may grow by at most `partial.tokens` tokens. A response that is still unfinished at
+    this limit is cut. A later round continues the response. Like CancelledError, ResponseCut does
+    not derive from Exception. An environment that catches Exception therefore does not catch
+    ResponseCut."""
 
 
 class ResponseGivenUp(BaseException):

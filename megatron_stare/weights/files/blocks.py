@@ -158,9 +158,10 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 def places(megatron: str) -> list[Place]:
-    """Returns every place at which a checkpoint can store a parameter. In most checkpoints, one
-    tensor contains the same parameter of all layers and all experts. Other checkpoints store each
-    layer, or each layer and each expert, under a name of its own."""
+    """Returns every place at which a checkpoint can store a parameter. In most checkpoints, the
+    parameters whose names differ only in the number of the layer, or of the expert, are stacked in
+    one tensor. Other checkpoints have a separate tensor for each layer, or for each expert of each
+    layer."""
     in_layer = _LAYER.fullmatch(megatron)
     if not in_layer:
         return [Place(megatron)]

@@ -116,9 +116,10 @@ def companions_of(checkpoint: Path) -> Path:
 
 
 def stops_of(checkpoint: Path) -> list[int]:
-    """Returns the ids of the tokens that end turns in the demonstrations on which a checkpoint's
-    run trained. Returns [] if the checkpoint has no readable run_state.json, or if run_state.json
-    has no field `stops`."""
+    """Returns the field `stops` from a checkpoint's run_state.json. If the run trained on
+    demonstrations, `stops` contains the ids of the tokens that end the assistant's turns. Returns
+    [] if the checkpoint has no readable run_state.json, or if run_state.json has no field
+    `stops`."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return json.loads((checkpoint / "run_state.json").read_text()).get("stops", [])
     return []
@@ -201,8 +202,8 @@ def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:
 
 
 def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
-    """Splits blocks into contiguous parts of similar size, one for each process. If there are few
-    blocks, some processes get no part."""
+    """Splits a list of blocks into contiguous parts of similar size, one part for each process.
+    Omits parts without blocks, so there can be fewer parts than processes."""
     share = _bytes(blocks, torch.uint8) / processes
     parts: list[list[Block]] = [[] for _ in range(processes)]
     done = 0
@@ -214,7 +215,8 @@ def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class HfPart:
-    """Blocks that one process writes, with the source and the target of these blocks."""
+    """Work of one process in a conversion to a Hugging Face folder. The process reads the rows of
+    `blocks` from `checkpoint`, and writes these rows into the tensors of `entries`."""
 
     checkpoint: Path
     entries: dict[str, Entry]

@@ -158,9 +158,9 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Returns the file that holds a block, and a number that is larger for blocks further back
-        in this file. If blocks are sorted by this pair of file and number, each file is read from
-        front to back."""
+        """Returns a sort key for a block. The key consists of the name of the file that holds the
+        block's first row, and a number that increases from the start of this file to its end. If
+        blocks are sorted by this key, each file is read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):

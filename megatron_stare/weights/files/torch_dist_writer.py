@@ -41,8 +41,8 @@ from megatron_stare.weights.files.safetensors_file import Entry, read_rows
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """Part of a checkpoint that one process writes, with the part's source, plan and target
-    folder."""
+    """Work of one process in a conversion to a distributed checkpoint. The process reads the
+    Hugging Face tensors of `entries`, and writes the items of `plan` into `folder`."""
 
     folder: Path
     plan: SavePlan

@@ -293,9 +293,9 @@ def _post(
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
     """Returns the values of `piece` from this rank's shard. The returned tensor is a view of the
-    shard, unless Megatron has split a query group over ranks. In the returned tensor, the rows of
-    the piece can be spread over several leading dimensions, such as [query groups, heads,
-    head_dim]."""
+    shard, unless Megatron has split a query group over ranks. For a fused query, key and value
+    parameter, the returned tensor can have the leading dimensions [query groups, heads, head_dim]
+    instead of one dimension for the rows."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

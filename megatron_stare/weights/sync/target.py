@@ -20,7 +20,8 @@ class Sender(Protocol):
     caller may use a Sender at a time. A Sender stays usable after a failure."""
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
-        """Prepares this sender for an update, before the sender's turn. Sends no weights.
+        """Prepares this sender for an update. The caller calls this method before `begin`. Sends no
+        weights.
 
         Args:
             prove: whether to collect checksums, which prove that the values arrived.
@@ -28,20 +29,21 @@ class Sender(Protocol):
         """
 
     def begin(self) -> None:
-        """Starts this sender's turn. Waits until the receivers of the buckets are ready.
+        """Begins an update. Waits until the receivers are ready for the buckets.
 
         Raises:
             UserError: the receivers cannot be made ready. No weights have been sent.
         """
 
     def handle(self, bucket: Bucket) -> Any:
-        """Returns a handle of a bucket's memory. A rank of an engine on the same device can open
-        the handle. This method may also be called outside the sender's turn. The sender may copy
-        the bucket, and keeps the copies of two buckets until `free` is called."""
+        """Returns a handle of a bucket's memory. An engine rank can open the handle if the engine
+        rank uses the same device as this sender's rank. A caller may call `handle` without calling
+        `begin` first. Some senders copy the bucket and return a handle of the copy. Such a sender
+        keeps the two newest copies until `free` is called."""
 
     def free(self) -> None:
-        """Frees the memory that the sender keeps for handles. This method is called after the
-        engine has received every bucket, or after sending has failed."""
+        """Frees the copies of buckets that `handle` made. This method is called after the engine
+        has received every bucket, or after sending has failed."""
 
     def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
         """Waits until the previous bucket is sent, and then starts to send a bucket. If the
@@ -49,8 +51,8 @@ class Sender(Protocol):
         the bucket's memory belongs to the sender.
 
         Args:
-            handles: one handle for each rank of the engine, if the engine opens memory on its
-                devices. Without handles, the bucket itself is sent.
+            handles: one handle for each rank of the engine, if `SyncTarget.shares_devices` is True.
+                Without handles, the bucket itself is sent.
         """
 
     def end(self) -> Any:
@@ -77,31 +79,31 @@ class SyncTarget(Protocol):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """True if senders must take turns."""
+        """Returns True if only one sender may send weights at a time."""
 
     @property
     def leaves_files(self) -> bool:
-        """True if senders write the weights to files, and engines read the weights from these
-        files. The files stay until `forget` is called on the senders."""
+        """Returns True if senders write the weights to files, and engines read the weights from
+        these files. The files stay until `forget` is called on the senders."""
 
     @property
     def owners_send(self) -> bool:
-        """True if each rank sends the experts that the rank holds. If `owners_send` is False,
-        experts are sent like all other tensors."""
+        """Returns True if each rank sends the experts that the rank holds. If `owners_send` is
+        False, experts are sent like all other tensors."""
 
     @property
     def shares_devices(self) -> bool:
-        """True if engines run on the devices of the trainer's ranks, and receive weights by opening
-        the memory of the ranks on these devices. If `shares_devices` is True, all ranks send at the
-        same time, and each rank sends to the engines on its own device."""
+        """Returns True if the engines run on the trainer's devices, and open the memory of the
+        trainer's ranks to read the weights. If `shares_devices` is True, all ranks send at the same
+        time, and each rank sends to the engines on its own device."""
 
     def here(self, device: torch.device) -> Any:
         """Returns an identifier of this rank's machine and device."""
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
-        """Returns, for each engine, a tuple of trainer ranks. The tuple contains one trainer rank
-        for each rank of the engine, in the order of the engine's ranks. A rank of the engine uses
-        the same device as the trainer rank at its place in the tuple.
+        """Returns one tuple of trainer ranks for each engine. Entry i of the tuple is a trainer
+        rank that uses the same device as rank i of the engine. Several ranks of an engine can have
+        the same trainer rank.
 
         Args:
             places: identifiers of all trainer ranks, see `here`.
@@ -130,8 +132,8 @@ class WeightStream(Protocol):
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Yields a pair for each bucket: a handle of the bucket, and a list with the handles of the
-        gather calls. One rank gathers the bucket. Each gather call runs on another rank, and sends
-        that rank's part of the bucket to the rank that gathers the bucket. Gather calls may still
+        gather calls. One rank, the gathering rank, gathers the bucket. Each gather call makes one
+        of the other ranks send pieces of the bucket to the gathering rank. Gather calls may still
         be running when `buckets` yields the pair. The caller can start worker calls with the handle
         of the bucket as an argument. The caller should then wait for its worker calls and for the
         gather calls together, in one call of `Workers.wait`. `Workers.wait` raises the error of a
