@@ -124,8 +124,8 @@ def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:
 
 @contextlib.contextmanager
 def exits_refused(where: str | None = None) -> Iterator[None]:
-    """Raises UserError if code in this context calls sys.exit. A run that the user's code ends with
-    sys.exit(0) would otherwise look like a run that finished.
+    """Raises UserError if code in this context calls sys.exit. Without this error, a call of
+    sys.exit(0) in the user's code would end the run with exit code 0, as if the run had finished.
 
     Args:
         where: configuration key that the error message names.

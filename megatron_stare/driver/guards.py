@@ -178,8 +178,9 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """True if a guard that fired at the last step ends the run or rolls the run back. If `ends`
-        is True, the run must not save a checkpoint of the state after the last step."""
+        """True if one of the guards in `fired` ends the run or rolls the run back. The list `fired`
+        contains the guards that fired at the newest step. If `ends` is True, the run must not save
+        a checkpoint of the newest step, because a resumed run would start from this bad step."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:

@@ -113,9 +113,10 @@ class HeldRun:
         tell_came_up()
 
     def awaited(self) -> Awaited | None:
-        """Returns an `Awaited` object if the next session follows a loss. The object contains the
-        time limit and the other options for the wait until lost nodes are back. Returns None if no
-        process of the run has been lost since the user's command started."""
+        """Returns an `Awaited` object if a process of the run was lost and the run is therefore
+        being restarted. The object contains the time limit and the other options for the wait until
+        lost nodes are back. Returns None if no process of the run has been lost since the user's
+        command started."""
         if not self.restarted:
             return None
         return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
@@ -178,9 +179,9 @@ class HeldRun:
     def _is_loss(self, error: Exception) -> bool:
         """Tells whether the error is a recoverable loss of a worker or an engine.
 
-        As long as no session has finished its start, only the death of a worker process counts as a
-        recoverable loss. During the start, a failure without the death of a worker process is
-        usually caused by the configuration.
+        Until the first session has started completely, only the death of a worker process counts as
+        a recoverable loss. If a session fails to start although no worker process has died, the
+        cause is usually an error in the configuration.
         """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
@@ -188,8 +189,9 @@ class HeldRun:
 
     def _stands(self) -> Standing | None:
         """Returns a `Standing` object, which contains the last finished step and the newest
-        checkpoint of the run. Returns None if the run directory contains no config.yaml, because
-        the directory was discarded."""
+        checkpoint of the run. Returns None if the run directory contains no config.yaml. A
+        directory without config.yaml does not count as a run. For example, `RunDir.discard` removes
+        config.yaml after a failed start."""
         return self._standing() if (self.dir.path / CONFIG).exists() else None
 
     def _standing(self) -> Standing:

@@ -105,8 +105,9 @@ class Inputs:
 
     def _bos_remark(self) -> list[str]:
         """Returns a remark if prompts lack the BOS token with which the tokenizer begins texts, and
-        [] otherwise. If a chat template renders the prompts or the supervised rows, the result is
-        [], because the template decides whether a text begins with BOS."""
+        [] otherwise. A chat template decides itself whether a text begins with BOS. The text of a
+        chat template is therefore not checked: the result is [] if `data.chat_template` is true or
+        the run is supervised fine-tuning."""
         if self.config.data.chat_template or self.config.supervised:
             return []
         lead = self.tokenizer("a").input_ids[:1]
@@ -121,9 +122,11 @@ class Inputs:
 
     def _turn_end_remark(self) -> list[str]:
         """Returns a remark if responses do not stop at the token with which the chat template ends
-        a turn, and [] otherwise. Published base models have such a template: Qwen2.5-7B's ends a
-        turn with <|im_end|>, and its only end-of-sequence token is <|endoftext|>. Verifiers do not
-        see either token, so the texts of two turns look like one."""
+        a turn, and [] otherwise. Some published base models have such a chat template. For example,
+        the template of Qwen2.5-7B ends a turn with <|im_end|>, but the model's only end-of-sequence
+        token is <|endoftext|>. A response can then continue with a second turn after <|im_end|>. A
+        verifier reads the response as text without special tokens, and therefore cannot see where
+        the first turn ends."""
         if not self.config.data.chat_template or self.config.supervised:
             return []
         try:

@@ -122,8 +122,9 @@ class PolicyTrainer:
         return found
 
     def _keep(self, batch: RolloutBatch, why: str, *, by_rank: bool = False) -> None:
-        """Writes the batch to disk, unless batches of at least `faults.guards.dumps` other steps
-        are already on disk. Ignores write errors, such as a full disk.
+        """Writes the batch of a bad step to disk. The setting `faults.guards.dumps` limits the
+        number of steps whose batches are on disk. If the batches of other steps on disk already
+        reach this limit, the batch is not written. Ignores write errors, such as a full disk.
 
         Args:
             by_rank: if true, also write the non-finite values that every rank finds.

@@ -223,10 +223,12 @@ def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
 @contextlib.contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
     """Context manager for code that reads a checkpoint. If the code in the `with` block raises
-    DataError, the context manager searches for an earlier checkpoint that is intact, from the
-    newest to the oldest. If the search finds an intact checkpoint, the context manager raises an
-    error that names this checkpoint as well. The search for an intact checkpoint does not read the
-    checkpoints' tensors."""
+    DataError, the checkpoint is unusable. The context manager then searches the earlier checkpoints
+    of the run for an intact checkpoint, from the newest to the oldest. The search does not read the
+    tensors of the checkpoints. If the search finds an intact checkpoint, the context manager raises
+    UnusableCheckpointError. The message of this error describes the unusable checkpoint, and
+    suggests to continue from the intact checkpoint. If the search finds no intact checkpoint, the
+    DataError is raised unchanged."""
     try:
         yield
     except DataError as error:
@@ -295,8 +297,8 @@ def _has_begun(path: Path) -> bool:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """Returns the SHA-256 digests of all inputs that determine the prompts or end the responses,
-    keyed by the input's name.
+    """Returns a SHA-256 digest for each input of the run on which the prompts or the ends of
+    responses depend. The keys of the returned dict are the names of the inputs.
 
     The inputs are the tokenizer's files, the token ids of the first prompt, the chat template if
     prompts use a chat template, and the stop tokens if responses are sampled. The first prompt

@@ -268,10 +268,9 @@ class ChatFormat:
             ) from error
 
     def _turn_end(self, whole: str, after: int) -> tuple[int, int]:
-        """Searches a rendered text for a special token, and returns the positions at which the
-        token starts and ends. The search begins at a given position and stops at the first special
-        token. The caller must pass a position inside a turn, so that the first special token after
-        the position is the token that ends the turn."""
+        """Finds the special token that ends a turn in a rendered text. Returns the positions at
+        which this token starts and ends. The caller must pass a position `after` that lies inside
+        the turn. The token that ends the turn is the first special token from this position on."""
         found = [
             (at, at + len(token))
             for token in self._special

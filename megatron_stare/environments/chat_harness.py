@@ -58,9 +58,9 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: Any,
     ) -> ProgramResult:
         """See `verifiers.v1.harness.Harness`. If the server refuses to sample a turn, the
-        conversation ends with exit code 1. The server refuses to sample a turn if an error occurs
-        or if a limit is reached. The library's trace of the conversation states whether the
-        server's refusal was an error or a limit."""
+        conversation ends with exit code 1. The server refuses to sample a turn for one of two
+        reasons: an error has occurred, or a limit has been reached. The library records the reason
+        in its trace of the conversation."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

@@ -163,8 +163,9 @@ class ChatRenderer:
 
 @functools.cache
 def _warn_untold(names: tuple[str, ...]) -> None:
-    """Warns that the policy does not know its tools. Warns once in a process, which may have many
-    renderers."""
+    """Warns that the chat template does not tell the policy which tools the policy can call. The
+    argument `names` contains the names of these tools. A process may have many renderers, but logs
+    the warning for the same `names` only once."""
     _log.warning(
         "the chat template does not tell the policy about its tools (%s), so the policy will not"
         " call them; use a template that renders `tools`, such as that of Qwen2.5 or Qwen3",

@@ -264,9 +264,9 @@ class Response:
 
 
 def unusable_stop(stop: str, tokenizer: Any) -> tuple[str, str] | None:
-    """Checks whether `stop` can be a stop string. If `stop` is unsuitable, returns two texts: the
-    reason, and advice on how to change `stop`. Returns None if the text of a turn reliably shows
-    the token that completes `stop`."""
+    """Checks whether `stop` is suitable as a stop string. A suitable stop string ends in an ASCII
+    character and contains no special token. If `stop` is unsuitable, returns two texts: the reason,
+    and advice on how to change `stop`. Returns None if `stop` is suitable."""
     if not stop or not stop[-1].isascii():
         return (
             "does not end in an ASCII character",

@@ -190,9 +190,10 @@ class Tools(Environment):
     `turn_tokens`: limit on the number of tokens in a turn. If `turn_tokens` is null, a turn can use
         all tokens that remain for the response.
     `stop`: a stop string or a list of stop strings, such as "</tool_call>". The token that
-        completes a stop string ends the turn and stays in the turn. Before the answers of the
-        turn's calls, the environment adds the token that ends turns in the chat template, which
-        the loss ignores. If the turn contains no call, the response ends.
+        completes a stop string ends the turn and stays in the turn. If the turn contains calls, the
+        environment then adds the token with which the chat template ends a turn. After this token,
+        the environment adds the answers to the calls. The loss ignores all tokens that the
+        environment adds. If the turn contains no call, the response ends.
     `earlier_thinking`: the way in which the environment handles a chat template that omits the
         thinking of earlier turns. If `earlier_thinking` is 'keep', the sampled thinking stays in
         the context. If `earlier_thinking` is 'branch', the environment begins a new branch of the

@@ -2,9 +2,9 @@
 
 When the library plays an episode, its client sends requests for tokens to an inference server. This
 module runs the inference server inside the driver and answers each request with tokens from
-`generate`. Each request contains all token ids of the context to continue. A response contains the
-context of each request and the tokens that were sampled for this request. Training therefore uses
-exactly the token ids that the policy read and sampled.
+`generate`. Each request contains all token ids of the context to continue. For each request, the
+module records the token ids of this context and the token ids that the policy samples after this
+context. Training therefore uses exactly the token ids that the policy read and sampled.
 
 The rollouts use a new event loop in each step, but the library's servers must outlive a step. The
 library therefore runs in a separate thread with its own event loop.

@@ -41,11 +41,10 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 
     The k responses are drawn without replacement from the n sampled responses. Of the n responses,
     c_j responses give answer j. The vote has the result r_j if answer j wins. Let A(j, i) be the
-    event that the draw contains answer j exactly i times and contains no other answer more than i
-    times. Let T be the number of other answers that tie with answer j in the draw. In the event
-    A(j, i), answer j wins the vote with probability 1 / (1 + T). For every answer j and every i
-    from 1 to k, the event A(j, i) contributes r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] to the
-    expected result of the vote. The expected result is the sum of these contributions. A response
+    event that answer j gets exactly i votes and no other answer gets more than i votes. If the
+    event A(j, i) occurs, let T be the number of other answers that also get i votes. Answer j then
+    wins the vote with probability 1 / (1 + T). To obtain the expected result of the vote, sum
+    r_j * P(A(j, i)) * E[1 / (1 + T) | A(j, i)] over all answers j and all i from 1 to k. A response
     without an answer has no vote. If none of the k responses has an answer, the result is 0.
 
     Args:
@@ -82,18 +81,20 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Returns the sum of the weights of all possible draws. A class contains all responses with the
-    same answer. A draw contains `k - a` responses. Each of these responses belongs to a class in
+    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses. A
+    class contains all responses with the same answer. Each response in a draw belongs to a class in
     `others`, or has no answer (`silent`). A draw contains at most `a` responses of each class in
-    `others`. Each class has a weight for the number of its responses in the draw, and the responses
-    without an answer have such a weight, too. The weight of the draw is the product of all these
-    weights, divided by 1 + T. T is the number of classes in `others` of which the draw contains
-    exactly `a` responses.
+    `others`. The weight of a draw is a product of factors, divided by 1 + T. The product has one
+    factor for each class in `others`, and one factor for the responses without an answer. The
+    factor of a class depends on how many of its responses the draw contains. T is the number of
+    tied classes. A class in `others` is tied if the draw contains exactly `a` responses of this
+    class.
 
     Args:
-        others: [c + 1] weights for each class. Weight i belongs to drawing i of the c responses of
-            the class.
-        silent: weights of the same form for the responses without an answer.
+        others: one array [c + 1] of factors for each class, where c is the number of responses in
+            the class. Entry i is the factor for a draw that contains exactly i responses of the
+            class.
+        silent: an array of the same form for the responses without an answer.
     """
     rest, tied = k - a, sum(len(each) > a for each in others)
     # indexed by classes that tie, and by responses drawn
@@ -135,27 +136,28 @@ def wilson_interval(
     distribution, and m an effective number of results. The interval is (p + z²/2m ± z √(p (1 - p)/m
     + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology 24, 1998).
     The effective number of results is m = 1 + p (1 - p) / v. The function `mean_of_problems`
-    computes v, an estimate of the variance of the mean p. Let μ be the true mean, which is the
-    expected value of p. On average, the product p (1 - p) is smaller than the product μ (1 - μ).
-    The expected difference between the two products is the variance of p. The number v is an
-    estimate of this variance. The summand 1 in the formula m = 1 + p (1 - p) / v corrects the bias
-    of p (1 - p). If every result is 0 or 1, and no two prompts contain the same problem, the
+    computes v, an estimate of the variance of p. Let μ be the true mean, which is the expected
+    value of p. On average, the product p (1 - p) is smaller than the product μ (1 - μ). The
+    expected difference between the two products is the variance of p. The number v is an estimate
+    of this variance. In the formula m = 1 + p (1 - p) / v, the summand 1 corrects the bias of the
+    product p (1 - p). If every result is 0 or 1, and no two prompts contain the same problem, the
     effective number m equals the number N of results, and the interval is exactly Wilson's score
     interval.
 
     A prompt's result can be the share of right responses among several responses to the prompt. The
     share of right responses to a prompt varies less than the result of a single response, which is
-    0 or 1. If the results are shares of right responses, the effective number m of results is
-    larger than the effective number G of problems. With few problems, the estimate of the
-    difference m - G is unreliable. If the mean p is near 0 or 1, the estimate of m - G is also
-    unreliable. Most results are then exactly 0 or 1, and the estimate depends mainly on the few
-    results between 0 and 1. If m is larger than G, the function therefore reduces m. The function
-    multiplies the difference m - G by a factor, and adds the product to G. The factor is the
-    smaller of the weight w and the ratio (z/t)². The weight w is min(1, G min(p, 1 - p)/5), because
-    a normal approximation needs five right and five wrong results. The number t is the (1 +
-    level)/2 quantile of Student's t distribution with G - 1 degrees of freedom. If all results are
-    equal, the function uses G as the effective number m. A simulation in
-    tests/evaluation/test_coverage.py measures how often the interval contains the true mean.
+    0 or 1. If the results are such shares, the variance v is smaller, and the effective number m of
+    results is larger. The number m is then larger than the effective number G of problems, which
+    `mean_of_problems` computes. The estimate of the difference m - G is unreliable in two cases. In
+    the first case, there are few problems. In the second case, p is near 0 or 1. Most results are
+    then exactly 0 or 1, and the estimate depends mainly on the few results between 0 and 1. If m is
+    larger than G, the function therefore reduces m. The function multiplies the difference m - G by
+    a factor, and adds the product to G. The factor is the smaller of the weight w and the ratio
+    (z/t)². The weight w is min(1, G min(p, 1 - p)/5), because a normal approximation needs five
+    right and five wrong results. The number t is the (1 + level)/2 quantile of Student's t
+    distribution with G - 1 degrees of freedom. If all results are equal, the function uses G as the
+    effective number m. A simulation in tests/evaluation/test_coverage.py measures how often the
+    interval contains the true mean.
 
     Args:
         problems: the problem of each prompt; None: no two prompts share a problem.

@@ -55,9 +55,10 @@ CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
 
 @dataclass
 class _Phase:
-    """An open phase. The times `begun`, `entered` and `moved` are in seconds, as read from `clock`.
-    When an inner phase ends, its duration is added to the times `entered` and `moved` of the outer
-    phase. The time of inner phases therefore does not count as time of the outer phase."""
+    """An open phase. The fields `begun`, `entered` and `moved` are points in time, in seconds, as
+    read from `clock`. The time of an inner phase does not count as time of the outer phase. When an
+    inner phase ends, `end_phase` therefore moves the fields `entered` and `moved` of the outer
+    phase forward by the duration of the inner phase."""
 
     name: str
     since: float  # seconds since 1970
@@ -249,8 +250,9 @@ class BlackBox:
 
 
 def forget_left(where: Path) -> None:
-    """Removes the in-memory folders of killed watchers. The folder of a killed watcher would
-    otherwise stay in memory until a reboot.
+    """Removes the folders of killed watchers. Watchers usually create their folders in /dev/shm, a
+    file system in memory. A watcher that is killed does not remove its folder. Without
+    `forget_left`, the folder would occupy memory until the machine reboots.
 
     If a folder's lock is free, the folder's watcher is gone. Unlike a check of the watcher's pid, a
     check of the lock also works for a watcher that ran in another PID namespace.

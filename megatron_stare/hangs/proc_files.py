@@ -3,9 +3,10 @@ never block the reader, whatever the state of the process.
 
 A read of /proc/PID/cmdline, /proc/PID/mem or /proc/PID/smaps_rollup can block, because the kernel
 takes the memory lock of process PID for the read. A page fault of process PID may hold the memory
-lock while the page fault waits for a dead file system. The functions `command`, `pss_bytes` and
-`stuck_at` can block forever, because the kernel takes the memory lock for the files that these
-functions read. Call `command`, `pss_bytes` and `stuck_at` only on a thread that can be abandoned.
+lock while the page fault waits for a dead file system. The function `command` reads cmdline,
+`pss_bytes` reads smaps_rollup, and `stuck_at` reads mem. Each of these three functions can
+therefore block forever. Call `command`, `pss_bytes` and `stuck_at` only on a thread that can be
+abandoned.
 """
 
 from __future__ import annotations

@@ -115,8 +115,10 @@ def _silent_servers(facts: Facts) -> Verdict | None:
 def _collective(facts: Facts) -> Verdict | None:
     """Blames the ranks that are missing from a collective in which other ranks wait. If the waiting
     ranks send weights to the engines' servers, the verdict blames no rank, and reports that the
-    waiting ranks wait for the servers. If no rank is missing from the collective, reports that the
-    ranks wait for each other."""
+    waiting ranks wait for the servers. If every rank waits in a collective, the verdict blames no
+    rank either. The verdict then reports one of two findings. Either the ranks wait in different
+    collectives, so that no collective can complete. Or all ranks wait in the same collective, and
+    the network does not deliver the data that they send."""
     ranks = [p for p in facts.processes if p.role.startswith(RANK)]
     inside = {p.role: met for p in ranks if (met := collective(p)) is not None}
     if not inside:

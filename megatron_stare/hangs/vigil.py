@@ -75,9 +75,9 @@ class Vigil:
 
     def without_s(self, beat: Beat, now: float) -> float:
         """Returns the seconds without progress. Does not count the seconds in which the whole
-        machine stood still, or the seconds in which the run's processes waited for a CPU. The
-        seconds of waiting for a CPU are left out only up to a maximum of `STARVED` times the
-        phase's time limit."""
+        machine stood still, or the seconds in which the run's processes waited for a CPU. Waiting
+        for a CPU reduces the result by at most `STARVED` times the phase's time limit. A run that
+        waits for a CPU even longer is reported as a hang."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 
@@ -111,9 +111,9 @@ class Starvation:
 
 
 def of_the_run(folder: Path) -> set[int]:
-    """Returns the pids of all processes of this node that can make a phase wait. A phase may wait
-    for the driver, for ranks and engines, and for servers and writers that ranks and engines have
-    started.
+    """Returns the pids of all processes of this node that can delay a phase. These processes are
+    the driver, the workers, and all descendants of the workers. For example, ranks and engines are
+    workers, and a server that an engine has started is a descendant.
 
     The result includes idle workers. An idle worker may already have received a call, but cannot
     handle the call until it gets a CPU.

@@ -75,8 +75,8 @@ class RankBatch:
         of all samples.
     `sequence`: index of the sample to which the response position belongs.
     `position`: the token's index in the response, counted from 0.
-    `held`: index of the response position in the flat response columns of `share`, such as
-        `share.rollout_log_probs`.
+    `held`: index into the flat tensors of `share` that have one entry for every response token,
+        such as `share.rollout_log_probs`. The entry at this index belongs to the response position.
 
     Args:
         share: share of data-parallel rank `dp_rank`.
@@ -154,8 +154,8 @@ class RankBatch:
     def mini_batch(self, number: int) -> RankBatch:
         """Returns a batch that contains only the micro-batches of one optimizer step. The tensors
         `index`, `sequence`, `position` and `held` of the returned batch still cover all N response
-        positions of the rank. The property `span` of the returned batch selects the mini-batch's
-        response positions from these N positions."""
+        positions of the rank. To get only the entries of the mini-batch, index these tensors with
+        the property `span` of the returned batch."""
         part = copy.copy(self)
         part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
         return part

@@ -6,18 +6,18 @@ hidden states of a prompt do not depend on later tokens, so all responses to the
 same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. The backward pass copies gradients in the opposite direction, first from the results
-to the groups, and then from the groups to the tokens. If a token was copied several times, the
+results back. The backward pass copies the gradients of the results into the padded groups, and
+copies the gradients of the padded groups to the tokens. If a token was copied several times, the
 backward pass sums the gradients of all copies. Plain tensor indexing is not used, because its
 backward pass adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, each rank holds t / C tokens of the micro-batch, and
-m = s / C tokens of the longest sequence in a group. The entry for one column of one sequence in a
-padded group is called a place. The total number of places in all groups is p, including the places
-for padding. The function `shared_columns` uses the letter s for the length of a packed row. In the
-packed row, a copy of the prompt precedes each response. The model receives only k columns of the
-packed row.
+m = s / C tokens of the longest sequence in a group. A padded group of whole sequences is a tensor
+[b, s, ...]. A padded group of one rank's tokens is a tensor [b, m, ...]. All padded groups together
+have p entries (pairs of a sequence and a column), including entries for padding. The function
+`shared_columns` uses the letter s for the length of a packed row. In the packed row, a copy of the
+prompt precedes each response. The model receives only k columns of the packed row.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ PADDING_LIMIT = 1.25  # limit on (tokens with padding) / tokens for a group of s
 class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
-    `fed`: [k] int64 columns that are fed to the model, ascending.
-    `stands`: [s] int64. For every column i of the packed row, the model's output at column
-        `fed[stands[i]]` serves as the output at column i. If column i is fed to the model,
-        `fed[stands[i]]` equals i. A column that is not fed to the model repeats a prompt token of
-        another sample. For such a column i, `fed[stands[i]]` is the column of the original prompt
-        token.
+    `fed`: [k] int64, the columns that are fed to the model, in ascending order.
+    `stands`: [s] int64. For every column i of the packed row, `fed[stands[i]]` is the column whose
+        model output is used at column i. A column that is fed to the model uses its own output.
+        Each remaining column contains a prompt token that is not fed to the model again. This
+        column uses the output at the same prompt token of the first sample with this prompt.
     """
 
     fed: Tensor
@@ -87,17 +86,22 @@ def shared_columns(
 
 @dataclass(frozen=True)
 class Spread:
-    """Mapping between the tokens of a packed row and padded groups of sequences, into which the
-    tokens are copied. A place is the entry for one column of one sequence in a padded group.
+    """Mapping between the tokens of a packed row and padded groups of sequences. `spread` copies
+    values from the tokens into the groups, and `collect` copies values from the groups back to the
+    tokens. All groups together have p entries, which are numbered from 0 through the flattened
+    groups.
 
-    `index`: [p] int64, the index of the token at each place.
-    `inverse`: [t] int64, the index of each token's place. If a token has several places, `inverse`
-        contains the place whose output is used.
+    `index`: [p] int64. For each entry of the padded groups, the index of the token that `spread`
+        copies to this entry.
+    `inverse`: [t] int64. For each token, the number of the entry from which `collect` reads the
+        token's value. `spread` can copy a token to several entries, but `collect` reads only one of
+        these entries.
     `shapes`: for every group, the number b of its sequences and the length s of its longest
         sequence.
-    `repeated`: true if responses share a prompt. Several copies of a prompt token then have nonzero
-        gradients, which the backward pass must sum. Padding contains copies of tokens, too. The
-        gradient of a copy in the padding is always 0, so padding alone leaves `repeated` false.
+    `repeated`: true if responses share a prompt. The backward pass must then sum the gradients of
+        all copies of a prompt token. The padding of the groups also consists of copies of tokens.
+        The backward pass does not need to sum the gradients of these copies, because these
+        gradients are always 0. `repeated` is therefore false if only the padding contains copies.
     """
 
     index: Tensor
@@ -115,8 +119,9 @@ class Spread:
         tensor [b, s, ...] for every group.
 
         Args:
-            collected: if true, take the gradient of a token only from its place in `inverse`. Use
-                true for queries, because `collect` reads only this place of the attention output.
+            collected: if true, the gradient of a token is the gradient of a single entry, which
+                `inverse` gives, and not the sum over all copies of the token. Use true for queries,
+                because `collect` reads the attention output only at this entry.
         """
         sums = self.repeated and not collected
         places = _Spread.apply(tokens, self.index, None if sums else self.inverse)
@@ -124,10 +129,12 @@ class Spread:
         return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def collect(self, places: Tensor) -> Tensor:
-        """Copies values from padded groups of sequences back to the tokens. The argument `places`
-        [p, ...] contains the values at all places of the padded groups. The result [t, ...]
-        contains one value for each token. For each token, `inverse` contains the place from which
-        `collect` reads the token's value."""
+        """Reads one value for each token from padded groups of sequences, and returns these values
+        as a tensor [t, ...]. `inverse` gives the entry from which a token's value is read.
+
+        Args:
+            places: [p, ...] values at all entries of the padded groups, flattened and concatenated.
+        """
         return _Collect.apply(places, self.inverse)
 
 
@@ -144,7 +151,7 @@ class _Spread(Function):
         if inverse is not None:
             return gradient.contiguous().index_select(0, inverse), None, None
         rows = gradient.reshape(len(index), -1)
-        # sums over a token's places, in their order: torch's kernel for embeddings
+        # sums over the copies of a token, in their order: torch's kernel for embeddings
         summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.tokens, -1, False)
         return summed.unflatten(1, gradient.shape[1:]), None, None
 
@@ -165,15 +172,15 @@ class _Collect(Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Extends Megatron's PackedSeqParams with fields for attention on a CPU. The new fields contain
-    the tokens' places in padded groups of sequences.
+    """Extends Megatron's PackedSeqParams with fields for attention on a CPU. Attention on a CPU
+    copies tokens into padded groups of sequences, and the new fields describe these copies.
 
     If `cu_seqlens_q` is None, rotary embeddings use the position of each token
     (megatron/model/model.py). Megatron's unfused rotary embedding for packed sequences is avoided,
     because that code splits the tokens into sequences and waits for the device in every layer.
 
-    `queries`: the places of this rank's tokens in the padded groups. Padding repeats a sequence's
-        last token.
+    `queries`: the mapping between this rank's tokens and the padded groups. Padding repeats a
+        sequence's last token.
     `keys`, `positions`: set only under context parallelism, because a rank's queries then need the
         keys of all ranks.
     """
@@ -272,8 +279,8 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors for a padded group of the sequences `members`. The first tensor, [b, s]
     int64, contains the column of each token in the packed row. The second tensor, [b, s] bool, is
-    True at tokens and False at padding. At padding, the first tensor repeats the column of the
-    sequence's last token."""
+    True at tokens and False at padding. For each padding entry, the first tensor contains the
+    column of the sequence's last token."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))

@@ -37,8 +37,9 @@ class Grid:
     index of a position's sample in the micro-batch, or -1 at padding. `token` [b, s] is the index
     of a position's token in its sample, counted from 0.
 
-    `shared`: the columns of a packed row that are fed to the model, if the row repeats prompts. If
-        `shared` is None, all columns are fed to the model.
+    `shared`: the columns of a packed row that are fed to the model. The model can skip columns that
+        repeat the prompt of an earlier sample. If `shared` is None, all columns are fed to the
+        model.
     """
 
     sample: Tensor
@@ -61,9 +62,10 @@ class SequenceLayout(ABC):
     the reductions over ranks use a SequenceLayout.
 
     The layout records the sample and the token of every position. The sample and the token at a
-    position determine the target and the loss mask of the position, and the position's index in the
-    canonical order of the batch. A layout may therefore put a token at any position on any rank.
-    Ranks that hold chunks of the same sequences receive the same share of the batch.
+    position determine three values: the target of the position, the loss mask of the position, and
+    the index of the position in the canonical order of the batch. A layout may therefore put a
+    token at any position on any rank. Ranks that hold chunks of the same sequences receive the same
+    share of the batch.
     """
 
     @abstractmethod

@@ -58,10 +58,11 @@ class Zigzag:
         )
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Returns an int64 tensor [t] of indices, with which a packed row can be restored from the
-        columns that the context-parallel ranks hold. First concatenate the columns of all ranks in
-        rank order. Then use the returned tensor as an index into the concatenation. Entry i of the
-        returned tensor tells where the concatenation contains column i of the packed row."""
+        """Returns a permutation of the t columns of a packed row, as an int64 tensor [t]. Each
+        context-parallel rank holds a part of the columns. Concatenating the parts of all ranks in
+        rank order gives a tensor whose columns are in a wrong order. Entry i of the returned
+        permutation is the index of column i of the packed row in this concatenation. To restore the
+        packed row, index the concatenation with the returned permutation."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

@@ -188,9 +188,9 @@ def _faults_of_replicas(
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Returns how many copies of each part of a tensor one data-parallel replica holds. If a tensor
-    is not cut, every tensor-parallel rank holds a copy of the whole tensor. If the embedding is
-    tied, the first and the last pipeline stage each hold a copy of the embedding."""
+    """Returns the number of ranks in one data-parallel replica that hold the same part of a tensor.
+    If a tensor is not cut, every tensor-parallel rank holds a copy of the whole tensor. If the
+    embedding is tied, the first and the last pipeline stage each hold a copy of the embedding."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
 

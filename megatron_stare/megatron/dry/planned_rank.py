@@ -13,8 +13,9 @@ also holds the final norm and the output layer. The tensors of the embedding, of
 layer of each kind therefore determine the tensors of every rank. Only the numbers of
 tensor-parallel and expert-parallel ranks determine how a layer is split over ranks. One build per
 pair of tensor-parallel and expert-parallel sizes therefore suffices for all pipeline, data and
-context sizes. The test tests/megatron/test_planned_parts.py checks that `stage_bytes` returns
-exactly the bytes that `plan_rank` counts on a whole rank.
+context sizes. The test tests/megatron/test_planned_parts.py compares `stage_bytes` with
+`plan_rank`. Both functions must give exactly the same numbers of bytes for the first rank of each
+pipeline stage.
 """
 
 from __future__ import annotations

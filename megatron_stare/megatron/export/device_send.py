@@ -1,10 +1,11 @@
 """Sends weights to engines that share devices with the trainer.
 
-The trainer ranks that together hold one copy of the model broadcast their pieces of each bucket, so
-that each of these ranks has the whole bucket. Each trainer rank then makes a handle, through which
-the engine rank on the same device accesses the bucket's memory. Among the trainer ranks that share
-devices with an engine, the first rank collects the handles and sends one handle to each rank of the
-engine. Weights move between devices only while the trainer ranks gather a bucket.
+Several trainer ranks together hold one copy of the model. Each of these ranks broadcasts its pieces
+of a bucket to the others, so that every one of these ranks has the whole bucket. Each trainer rank
+then makes a handle, through which the engine rank on the same device accesses the bucket's memory.
+Among the trainer ranks that share devices with an engine, the first rank collects the handles and
+sends one handle to each rank of the engine. Weights move between devices only while the trainer
+ranks gather a bucket.
 """
 
 from __future__ import annotations
@@ -131,8 +132,9 @@ class DeviceSend:
 class _Carried:
     """An engine that has at least one rank on the device of this trainer rank.
 
-    If sending fails, the object stores the error instead of raising it, because the other trainer
-    ranks wait for this rank in `meet`. After the last `meet`, `result` raises the stored error.
+    If sending fails, the object stores the error and does not raise the error immediately, because
+    the other trainer ranks wait for this rank in `meet`. The caller must call `result` after the
+    last call of `meet`. If an error is stored, `result` raises this error.
 
     Args:
         ranks: trainer ranks whose memory the engine's ranks open, in the order of the engine's
@@ -161,12 +163,16 @@ class _Carried:
         self._try(self._sender.begin)
 
     def hand(self, bucket: Bucket) -> None:
-        """Passes the handles of a bucket to the engine. One trainer rank collects the handles. This
-        rank waits until the engine has received the previous bucket, and then sends the handles. If
-        waiting or sending fails, this rank stores the error. The call of `meet` that follows `hand`
-        waits for this rank. When this call of `meet` returns, every trainer rank on the engine's
-        devices knows whether sending has failed. If sending has not failed, the engine has received
-        the previous bucket. If sending has failed, `hand` passes no later bucket to the engine."""
+        """Passes the handles of a bucket to the engine. The trainer rank `ranks[0]` collects the
+        handles of all trainer ranks in `ranks`. `ranks[0]` then waits until the engine has received
+        the previous bucket, and starts to send the handles to the engine. If waiting or sending
+        fails, `ranks[0]` stores the error.
+
+        After `hand`, every rank in `ranks` must call `meet`. On every rank, `meet` returns only
+        after `ranks[0]` has finished `hand`. If `ranks[0]` has then stored no error, the engine has
+        received the previous bucket. If `ranks[0]` has stored an error, later calls of `hand` do
+        nothing.
+        """
         if self._failed:  # nobody would open or release the handle
             return
         handle = self._sender.handle(bucket)
