@@ -13,8 +13,9 @@ h q). The log-prob pass and the training pass run the same kernel, although only
 uses the sums q and u. The training pass discards q and u. A second kernel that computes only s and
 t might round s and t differently. With such a kernel in the training pass, the two passes would
 compute slightly different log-probs from the same weights, and the importance ratios of the first
-update might differ from 1. According to instruction counts, memory bandwidth limits the kernel's
-speed, so computing the sums q and u should cost no time.
+update might differ from 1. The kernel should need no extra time for the sums q and u, because the
+kernel's arithmetic should take less time than reading the logits from memory. This estimate comes
+from counted instructions, not from a measurement on a GPU.
 
 Shape legend: N = tokens, V = vocabulary columns of this rank.
 """

@@ -95,8 +95,9 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Prints the plan. Returns 0 if the planned run fits into the memory of the GPUs and of the
-    servers' caches, and 1 otherwise. Raises UserError."""
+    """Prints the plan. Returns 1 in two cases: a phase of the planned run needs more memory than a
+    GPU has, or the KV cache of a server is too small for the longest possible sequence. Returns 0
+    otherwise. Raises UserError."""
     for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens"):
         if (value := getattr(args, name)) is not None and not value >= 1:
             raise ConfigError(f"{value} is below 1", where=f"--{name.replace('_', '-')}")

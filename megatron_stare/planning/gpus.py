@@ -90,18 +90,21 @@ class Coefficients:
     in `_mfu` or `_efficiency` is the share of a GPU's peak rate that a run reaches. Each
     coefficient whose name ends in `_bytes_s` is a rate in bytes/s. The coefficients
     `decode_layer_s` and `fixed_s` are times in seconds. The coefficients `log_prob_moves` and
-    `update_moves` are times in a unit that is called a move. One move is the time that a GPU needs
-    to read or write one hidden state at full memory bandwidth.
+    `update_moves` are numbers of memory accesses. One memory access reads or writes one hidden
+    state at full memory bandwidth.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
-    `log_prob_moves`, `update_moves`: time of all operations except matrix products, for one token
-        in one layer. The unit of this time is the move. If `log_prob_moves` is 0, `log_prob_mfu`
-        also accounts for the time of operations other than matrix products. If `update_moves` is 0,
-        `update_mfu` also accounts for the time of operations other than matrix products.
+    `log_prob_moves`, `update_moves`: number of memory accesses that take as much time as all
+        operations except matrix products, for one token in one layer. If `log_prob_moves` is 0, the
+        predicted time of the log-prob pass contains no separate term for these operations. A
+        calibration then fits a lower `log_prob_mfu`, which makes up for the missing term. The same
+        holds for `update_moves` and `update_mfu`.
     `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.
     `decode_efficiency`: share of memory bandwidth that decoding reaches.
     `decode_layer_s`: seconds that each layer adds to a decoding step, whatever the batch size. If
-        `decode_layer_s` is 0, `decode_efficiency` also accounts for the time that each layer adds.
+        `decode_layer_s` is 0, the predicted time of decoding contains no separate term for the
+        layers. A calibration then fits a lower `decode_efficiency`, which makes up for the missing
+        term.
     `link_efficiency`: share of link bandwidth that collectives reach.
     `sync_bytes_s`: bytes/s of a whole weight sync, including the time to gather and load the
         weights.
@@ -178,8 +181,9 @@ def store(path: Path, gpu: str, fitted: Fitted) -> None:
 
 
 def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
-    """Returns a copy of `start`, updated with the coefficients in `found`. Raises ConfigError if a
-    coefficient in `found` is a share of the GPU's peak rate and is above 1. No GPU exceeds its own
+    """Returns a copy of `start`, updated with the coefficients in `found`. Raises ConfigError if
+    the value of a coefficient `*_mfu` or `*_efficiency` in `found` is above 1. The value of such a
+    coefficient is the share of the GPU's peak rate that the run reached. No GPU exceeds its own
     peak rate, so a share above 1 means that the user named a slower GPU than the GPU of the run."""
     for name, value in found.items():
         if name.endswith(("_mfu", "_efficiency")) and value > 1:

@@ -128,11 +128,12 @@ def candidates(run: ResolvedRun, ranks: int) -> Iterator[Config]:
 
 
 def distance(base: Config, other: Config) -> float:
-    """Returns the distance between two layouts, a sum of several terms. Each parallel size, such as
-    the tensor-parallel size, adds n if the larger of the two sizes is 2^n times the smaller size.
-    The micro-batch size adds n/2 if the larger of the two micro-batch sizes is 2^n times the
-    smaller micro-batch size. Different kinds of recomputation in the two layouts add 1. An
-    optimizer that is distributed in only one of the layouts adds 1."""
+    """Returns the distance between two layouts. The distance is a sum of terms. For each parallel
+    size, such as the tensor-parallel size, the distance contains the term |log2(a / b)|, where a
+    and b are the sizes in the two layouts. For the micro-batch sizes a and b of the two layouts,
+    the distance contains the term |log2(a / b)| / 2. If the two layouts differ in the setting
+    `model.recompute`, the distance contains the term 1. If the two layouts differ in the setting
+    `optimizer.distributed`, the distance also contains the term 1."""
     far = sum(
         abs(math.log2(getattr(base.parallel, cut) / getattr(other.parallel, cut))) for cut in _CUTS
     )

@@ -55,8 +55,9 @@ class Held:
 
 
 def check_limits(run: ResolvedRun) -> None:
-    """Raises ConfigError if a time limit of the run is shorter than the planned time of the work
-    that it limits. If several limits are too short, the error names the first of them."""
+    """Compares the time limit of each kind of work, such as a weight sync, with the planned time of
+    this work. Raises ConfigError if a time limit is shorter than the planned time. If several time
+    limits are too short, the error names only the first of these limits."""
     try:
         found = list(held(run))
     # A run that cannot be planned can still be trained. own_plan.py reports the reason.

@@ -341,7 +341,8 @@ class Fit:
         return wrong
 
     def budget(self, run: ResolvedRun) -> Budget:
-        """Returns the budget of the pipeline stage that needs most memory in its largest phase."""
+        """Returns the budget of the pipeline stage with the highest peak memory. The peak memory of
+        a stage is the number of bytes in the phase that needs most memory."""
         return max(self.budgets(run), key=lambda each: max(map(each.total, each.phases)))
 
     def budgets(self, run: ResolvedRun) -> list[Budget]:
@@ -551,6 +552,7 @@ class PlannedFit(Fit):
 
     def build(self, run: ResolvedRun) -> None:
         """Builds the model and the optimizer for the first rank of each pipeline stage, and
-        measures their bytes. Without `build`, the bytes are computed from the sizes of single
-        layers. Later checks of this run's layout use the bytes that `build` measured."""
+        measures their bytes. Later checks of this run's layout use the measured bytes. For a layout
+        that `build` has not measured, the bytes are computed from the sizes of the embedding, the
+        head and one layer of each kind."""
         self._stages[self._key(run)] = super().stages(run)

@@ -27,10 +27,10 @@ class PartialFlow:
     `rounds`: rounds per step.
     `growing`: number of responses that get new tokens in a round.
     `continued`: number of incomplete responses that a step takes over from the previous step.
-    `carried`: total number of tokens in the incomplete responses that a step takes over from the
+    `carried`: total length, in tokens, of the incomplete responses that a step takes over from the
         previous step.
-    `held`: total number of tokens in the responses that got new tokens in a round, counted at the
-        end of this round.
+    `held`: total length, in tokens, of the responses that get new tokens in a round. The lengths at
+        the end of the round are added up, so tokens from earlier rounds are included.
     """
 
     rounds: float

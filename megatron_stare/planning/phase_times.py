@@ -117,8 +117,10 @@ class Lengths:
     def of(
         cls, config: Config, prompt: float | None = None, response: float | None = None
     ) -> Lengths:
-        """Returns the mean lengths `prompt` and `response`, in tokens. If an argument is None, the
-        property `Config.expected_lengths` supplies this length."""
+        """Returns the mean lengths `prompt` and `response`, in tokens. If the argument `prompt` is
+        None, the mean length of a prompt is taken from the property `Config.expected_lengths`. If
+        the argument `response` is None, the mean length of a response is taken from
+        `Config.expected_lengths`."""
         expected = config.expected_lengths
         return cls(prompt or expected[0], response or expected[1])
 
@@ -350,11 +352,12 @@ class RequestTime:
     the server admits the request to the batch.
 
     `beside`: number of other requests in the server's batch.
-    `tokens`: maximum number of tokens that a request adds to its response.
-    `longest_s`: duration of a request that adds the maximum number of tokens.
+    `tokens`: maximum number of tokens that the server generates in one request.
+    `longest_s`: duration of a request in which the server generates the maximum number of tokens.
     `first_s`: expected duration of the first request that is completed in a rollout. The prediction
-        assumes that the first completed request adds the mean number of tokens of a response. If
-        the mean is above `tokens`, the prediction uses `tokens` instead of the mean.
+        assumes that the server generates a response of mean length in the first completed request.
+        If the mean length is above `tokens`, the prediction uses `tokens` instead of the mean
+        length.
     """
 
     beside: float
@@ -374,9 +377,10 @@ def request_time(
     """Predicts how long a request takes, with the same coefficients as `rollout_seconds`. A
     decoding step takes equally long for every request in the batch.
 
-    With partial rollouts, a request adds at most `partial.tokens` tokens. With partial rollouts,
-    the prediction also assumes that every request of the batch continues an unfinished response, so
-    the server first reads the context of this response again.
+    With partial rollouts, the server generates at most `partial.tokens` tokens in a request. The
+    prediction for partial rollouts assumes that every request in the batch continues an unfinished
+    response. Before the server decodes new tokens, the server therefore has to prefill the prompt
+    and the existing tokens of each response.
     """
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response

@@ -50,11 +50,12 @@ from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint,
 
 @dataclass(frozen=True)
 class Asked:
-    """Input of each check in the dicts CONFIGURATION and RUN.
+    """Argument of a check function. The dicts CONFIGURATION and RUN contain the check functions.
 
     `run`: the run to check, with its configuration and the shape of its model.
-    `published`: True if the model's folder may be missing on this machine. If the folder is
-        missing, the checks use the shape of the published model, which ships with the package.
+    `published`: True if the checks may use the shape of the published model, which ships with the
+        package, in place of a missing model. A model is missing if its path does not exist on this
+        machine.
     """
 
     run: ResolvedRun
@@ -342,9 +343,10 @@ def check_rounds(config: Config) -> None:
 
 
 def check_eight_bits(config: Config, method: Method) -> None:
-    """Raises ConfigError if servers store the weights or the KV cache in 8 bits, although the
-    method has no importance correction for the difference between the servers' policy and the
-    trainer's policy."""
+    """Raises ConfigError if two conditions both hold: the servers store the weights or the KV cache
+    in 8 bits, and the method has no importance correction. Servers with 8-bit weights or an 8-bit
+    KV cache sample from a policy that differs from the trainer's policy. An importance correction
+    accounts for this difference in the loss."""
     asked = config.sglang
     if config.supervised or not isinstance(method, PolicyGradient) or method.correction is not None:
         return
@@ -365,7 +367,7 @@ def check_eight_bits(config: Config, method: Method) -> None:
 
 
 def check_statistics(config: Config, method: Method) -> None:
-    """Raises ConfigError if the lagged gate skips the log-prob pass although the method or another
+    """Raises ConfigError if the lagged gate skips the log-prob pass, but the method or another
     setting needs the log-prob pass. Also raises ConfigError in two cases for a method that needs
     the entropy change of one update: a step has several updates, or `statistics.scope` is
     `micro_batch`."""

@@ -60,9 +60,10 @@ def layout(parallel: ParallelConfig) -> str:
 
 def bar(budget: Budget, phase: str) -> str:
     """Draws the memory of a phase as a bar of letters. Each item in the memory has its own letter,
-    such as G for gradients. The number of times that the letter is drawn is proportional to the
-    item's bytes. The space between the brackets `[` and `]` stands for the GPU's memory. If the
-    phase needs more memory than the GPU has, the bar continues to the right of `]`."""
+    such as G for gradients. The number of times that an item's letter appears in the bar is
+    proportional to the item's bytes. The space between the brackets `[` and `]` stands for the
+    GPU's memory. If the phase needs more memory than the GPU has, the bar continues to the right of
+    `]`."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH
@@ -202,9 +203,11 @@ class Plan:
 
     `budgets`: memory budgets, one for the first rank of each pipeline stage.
     `served`: memory of one rank of a server, or None if the run starts no servers on GPUs.
-    `searched`, `fitting`: number of layouts that were tried, and number of tried layouts that fit.
-    `nearest`: the fitting layouts that are nearest to the run's own layout. Each layout comes with
-        the predicted times of a step.
+    `searched`, `fitting`: number of layouts that were tried, and number of tried layouts that fit
+        into the GPUs' memory.
+    `nearest`: at most SHOWN other layouts that fit into the GPUs' memory. The list begins with the
+        layout that differs least from the run's own layout. Each layout comes with the predicted
+        times of a step.
     `took`: seconds that planning took.
     """
 

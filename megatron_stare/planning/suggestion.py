@@ -2,11 +2,11 @@
 module does not need torch.
 
 L+ and L- are the sets of tokens that STARE selects. W is the weight of the tokens in L+, and M is
-the weight of the tokens in L-. If both weights are 1, the entropy changes by P per unit step in the
-logits, to first order (algorithms/sensitivity.py). The tokens of L+ contribute G+ to the entropy
-change P, and the tokens of L- contribute G- to P. With other weights, the entropy change is
-P + (W - 1) G+ + (M - 1) G-. The suggested weights satisfy the following equation and are as near to
-1 as possible:
+the weight of the tokens in L-. P is the change of the entropy per unit step in the logits if W = 1
+and M = 1. The module algorithms/sensitivity.py computes P to first order in the step size. The
+tokens of L+ contribute G+ to the entropy change P, and the tokens of L- contribute G- to P. With
+other weights, the entropy change is P + (W - 1) G+ + (M - 1) G-. The suggested weights satisfy the
+following equation and are as near to 1 as possible:
 
     P + (W - 1) G+ + (M - 1) G- = -MARGIN P.
 

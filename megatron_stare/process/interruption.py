@@ -8,12 +8,13 @@ between polls. KeyboardInterrupt is therefore never raised while Ray starts, and
 library code that holds a lock. KeyboardInterrupt is also never raised inside a destructor, where
 Python would ignore the exception. Signals do not interrupt the shutdown of processes.
 
-While a run makes training steps, the first signal in ENDING ends the run after the current update.
-Before the run closes, the run can save a checkpoint of its last complete step. While responses are
-sampled, the first signal in ENDING ends the run immediately. SIGUSR1 ends the run after the current
-step. After a signal in ENDING, the run has `grace_s` seconds to end. If the run has not ended after
-`grace_s` seconds, it ends at its next poll, even within a step. `makes_steps` sets `grace_s`. A
-second Ctrl-C immediately ends the process and its child processes, without saving.
+If a run that makes training steps receives SIGINT, SIGTERM or SIGHUP, the run ends after the
+current update. Before the run closes, the run can save a checkpoint of its last complete step. A
+SIGINT, SIGTERM or SIGHUP that arrives while responses are sampled ends the run immediately. SIGUSR1
+ends the run after the current step. After SIGINT, SIGTERM or SIGHUP, the run has `grace_s` seconds
+to end. If the run has not ended after `grace_s` seconds, the run ends at its next poll, even within
+a step. `makes_steps` sets `grace_s`. A second Ctrl-C immediately ends the process and its child
+processes, without saving.
 
 A closed terminal sends SIGHUP to all processes of its foreground job. The driver's thread blocks
 SIGHUP. Processes that the driver's thread starts also block SIGHUP, because they inherit the signal
@@ -153,9 +154,10 @@ class Interruption:
             return False
 
     def look(self) -> float | None:
-        """Checks whether a received signal is now allowed to end the command, and whether the run's
-        grace time is over. Returns the number of seconds after which the main thread must call
-        `look` again, or None if it need not call `look` before the next signal.
+        """Checks whether the command can now end because of a received signal, and whether the
+        run's grace time is over. Returns the number of seconds that the main thread may wait before
+        the next call of `look`. Returns None if the main thread may wait until the next signal
+        arrives.
 
         Raises:
             TimeoutError: the driver's thread did not poll in time.
@@ -182,9 +184,10 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Checks whether the recorded signal is allowed to raise KeyboardInterrupt now. A signal
-        that is allowed to raise KeyboardInterrupt sets the deadline by which the driver's thread
-        must poll, and cancels any asyncio task that the driver's thread is running."""
+        """Checks whether the recorded signal may now interrupt the command. If the signal may now
+        interrupt the command, `_look` does two things. First, `_look` sets a time limit for the
+        next poll of the driver's thread. Second, `_look` cancels the asyncio task that the driver's
+        thread is running, if there is one."""
         if not self._may_raise():
             self._heard_by = None
             return
@@ -228,7 +231,9 @@ class Interruption:
     def guard(self, on: bool) -> None:
         """Makes the main thread restore the signal handlers of this process. `guard(True)` begins a
         period in which the main thread restores the handlers again and again. `guard(False)` ends
-        this period, after the main thread has restored the handlers one last time."""
+        this period. The main thread then restores the handlers one last time. Each call of `guard`
+        returns when the main thread has restored the handlers once, at the latest after UNHEARD_S
+        seconds."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -241,8 +246,8 @@ class Interruption:
         self._put_back.set()
 
     def open_to(self, numbers: Sequence[int]) -> None:
-        """While the run makes training steps, allows only the signals in `numbers` to raise
-        KeyboardInterrupt."""
+        """Sets the signals for which `poll` raises KeyboardInterrupt even while the run makes
+        training steps."""
         with self._lock:
             self._open_to = set(numbers)
 
@@ -256,8 +261,9 @@ class Interruption:
     def cancelling(
         self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]
     ) -> Iterator[None]:
-        """Context in which a signal cancels `task` as soon as the signal is allowed to raise
-        KeyboardInterrupt. KeyboardInterrupt is raised after the task has ended."""
+        """Context in which a signal cancels `task`. The cancellation is delayed while the run must
+        not be interrupted (see `makes_steps` and `uninterrupted`). If a signal has cancelled
+        `task`, KeyboardInterrupt is raised after `task` has ended."""
         told = False
 
         def cancel() -> None:
@@ -426,8 +432,9 @@ def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption]
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    """Returns the descendants of a process, parents before children. Omits each process that exits
-    by itself when its parent ends, together with the descendants of this process."""
+    """Returns the descendants of a process, parents before children. A descendant that exits by
+    itself when its parent ends is left out. The descendants of a left-out process are also left
+    out."""
     found, ahead = [], deque([process])
     while ahead:
         with contextlib.suppress(psutil.Error):
@@ -440,7 +447,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def poll() -> None:
-    """Raises KeyboardInterrupt if a signal was received and is allowed to end the command at this
+    """Raises KeyboardInterrupt if a signal was received and the command may be interrupted at this
     point.
 
     If no signal was received, `poll` costs almost nothing. On threads other than the driver's
@@ -451,7 +458,7 @@ def poll() -> None:
 
 def raise_if_received() -> None:
     """Raises KeyboardInterrupt if any signal was received. Unlike `poll`, `raise_if_received` does
-    not check whether the signal is allowed to end the command at this point."""
+    not check whether the command may be interrupted at this point."""
     if _current.number is not None and _current.drives:
         _current.raised = True
         raise KeyboardInterrupt
@@ -478,24 +485,26 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """Declares the beginning or the end of the time in which the run makes training steps. A
-    call with a number in `grace_s` declares that the training steps begin. A call with None
-    declares that the training steps end. While the run makes training steps, `poll` raises
-    KeyboardInterrupt in two cases only: inside an `open_to` context for the received signal, or
-    later than `grace_s` seconds after a signal in ENDING. Between two steps, the session calls
-    `raise_if_received` instead of `poll`.
+    """Declares the beginning or the end of the time in which the run makes training steps. The
+    session calls `makes_steps` with a number before the first step, and with None after the last
+    step. While the run makes training steps, a signal does not make `poll` raise KeyboardInterrupt,
+    with two exceptions. The first exception is an `open_to` context for the received signal. The
+    second exception is a SIGINT, SIGTERM or SIGHUP that arrived more than `grace_s` seconds ago.
+    Between two steps, the session calls `raise_if_received`, which raises KeyboardInterrupt for
+    every received signal.
 
     Args:
-        grace_s: seconds after a signal in ENDING until the run ends at its next poll; None: the
-            run no longer makes steps, and a signal raises KeyboardInterrupt at the next poll.
+        grace_s: time that the run has after SIGINT, SIGTERM or SIGHUP to end by itself, in seconds.
+            When this time is over, the run ends at its next poll. None: the run makes no training
+            steps, and every signal raises KeyboardInterrupt at the next poll.
     """
     _current.grace_s = grace_s
 
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """Allows the signals in `numbers` to raise KeyboardInterrupt inside this context, even while
-    the run makes training steps. If a signal in `numbers` has already arrived, KeyboardInterrupt is
+    """Context in which `poll` raises KeyboardInterrupt for the signals in `numbers`, even while the
+    run makes training steps. If a signal in `numbers` has already arrived, KeyboardInterrupt is
     raised on entry to the context."""
     _current.open_to(numbers)
     try:
@@ -508,8 +517,8 @@ def open_to(*numbers: int) -> Iterator[None]:
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Prevents signals from interrupting the code inside this context, such as code that shuts
-    processes down. A signal that arrives inside this context prints a message, but raises no
-    exception before the context ends."""
+    processes down. If a signal arrives inside this context, the process prints a message, but no
+    exception is raised before the context ends."""
     _current.closing(1)
     try:
         yield
@@ -577,8 +586,9 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     tasks of this event loop. Signals have the same effect as in `run_on`.
 
     All calls of `run_whole` on one thread use the same event loop, whereas each call of asyncio.run
-    makes a new event loop. A user's environment can therefore keep a client or a semaphore, which
-    is bound to one event loop, from one step to the next.
+    makes a new event loop. Some Python objects, such as a semaphore or an HTTP client, work in only
+    one event loop. Because the event loop stays the same, a user's environment can use such an
+    object in several steps.
     """
     loop = _of_thread.kept.loop
     try:
@@ -592,7 +602,8 @@ def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class _KeptLoop:
-    """An event loop that is closed when its thread has ended."""
+    """Holds the event loop of one thread. Python deletes this object after the thread has ended,
+    and `__del__` then closes the event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -612,8 +623,10 @@ _of_thread = _OfThread()
 def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Runs a coroutine in an existing loop and returns its result.
 
-    If a signal arrives, the coroutine is cancelled as soon as the signal is allowed to raise
-    KeyboardInterrupt. KeyboardInterrupt is raised after the coroutine has ended.
+    A signal cancels the coroutine. The cancellation is delayed while the run must not be
+    interrupted (see `makes_steps` and `uninterrupted`). KeyboardInterrupt is raised after the
+    cancelled coroutine has ended. On threads other than the driver's thread, signals have no effect
+    on the coroutine.
     """
     if not _current.drives:
         return loop.run_until_complete(make())

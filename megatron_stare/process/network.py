@@ -167,7 +167,7 @@ class Listener:
 
     def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
         """Tries to connect to the listener. Returns None if the connection succeeds, and the error
-        if it fails."""
+        if the connection fails."""
         reason: Exception | None = None
         for host in self._hosts:
             try:
@@ -185,12 +185,12 @@ class Listener:
             raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
 
     def gone(self, after_s: float, timeout_s: float) -> bool:
-        """Tries to connect. Returns True if all calls of `gone` have failed for more than `after_s`
-        seconds.
+        """Tries to connect to the listener. Returns True if two conditions both hold: this attempt
+        fails, and the current series of failed attempts began more than `after_s` seconds ago.
 
-        `gone` counts the seconds from the first failed call of a series of failed calls. A call
-        that connects ends the series. If more than `after_s` seconds pass between two failed calls,
-        the later call begins a new series.
+        Each call of `gone` makes one attempt. If an attempt succeeds, the next failed attempt
+        begins a new series. If more than `after_s` seconds pass between two failed attempts, the
+        later attempt also begins a new series.
         """
         now = time.monotonic()
         if self.missing(timeout_s) is None:

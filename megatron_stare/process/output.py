@@ -3,8 +3,9 @@
 Ray keeps its own output files in each node's /tmp, and these files vanish with the node. The driver
 therefore chooses a folder in the run directory, and passes the path of this folder to the workers
 in an environment variable. Every rank and engine that Ray hosts appends its stdout and stderr to
-its own file in this folder. When the server of an engine ends, the engine appends the last part of
-the server's log to a further file in this folder. Every server has its own file.
+its own file in this folder. Every server of an engine has a file of its own in this folder, next to
+the engine's file. When a server ends, its engine appends the end of the server's log, at most
+TAIL_BYTES bytes, to the server's file.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def keep_own_output(role: str) -> Path | None:
 
 
 def leave_tail(role: str, said: str) -> None:
-    """Appends the last part of a server's log to the server's output file. Does nothing if there is
-    no output folder.
+    """Appends the end of a server's log, at most TAIL_BYTES bytes, to the server's output file.
+    Does nothing if there is no output folder.
 
     Args:
         role: name of the server, from which the name of the output file is made.

@@ -42,13 +42,12 @@ class Attempts:
     """Counts the restarts of one run within one process.
 
     When the number of counted restarts is equal to the setting `attempts`, the run is not restarted
-    again. For each restart, this class stores the number of the furthest step that the run had
-    reached before the restart. Once the run is `window_steps` steps beyond the stored step of a
-    restart, this restart is no longer counted. After a restart, the run first repeats the steps
-    after its last checkpoint. Repeated steps are not beyond the stored step, so repeating steps
-    never ends the counting of a restart. If every restart of a run is followed by a loss before the
-    next checkpoint, the run only repeats the same steps. All restarts of such a run stay counted,
-    so the run is restarted at most `attempts` times.
+    again. The furthest step of a run is the highest step number that the run has finished so far. A
+    restart is no longer counted when the furthest step is at least `window_steps` steps higher than
+    the furthest step at the time of this restart. After a restart, the run first repeats the steps
+    after its last checkpoint. Repeated steps do not change the furthest step. A run that loses a
+    process again and again before it exceeds its furthest step is therefore restarted at most
+    `attempts` times in a row.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:

@@ -3,10 +3,10 @@ digest. Identifies the device of a run by a description.
 
 The function `computes_on` describes the device and the code of a run. Two runs compute bit-equal
 numbers if three things are equal: their settings, their parallel layouts, and their texts from
-`computes_on`. There are two exceptions. Runs that compile functions with torch.compile can still
-differ in bits. Runs that add numbers in an order that varies can also differ in bits. Torch is
-imported only inside functions, because the command `doctor` may run in an environment without
-torch.
+`computes_on`. There are two exceptions. The numbers of two runs can differ if the runs compile
+functions with torch.compile. The numbers of two runs can also differ if the device does not always
+add numbers in the same order. Torch is imported only inside functions, because the command `doctor`
+may run in an environment without torch.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ def computes_on(compiled: bool = False, unordered: bool = False) -> str:
     in which numbers are summed.
 
     Args:
-        compiled: torch.compile makes functions of the model. Which kernels it makes depends on the
-            lengths that a process computed before, so two processes may round differently.
-        unordered: the device adds some numbers in an order that varies. On CUDA, megatron-core adds
-            the outputs of a token's experts by atomic operations.
+        compiled: True if torch.compile compiles functions of the model. The compiled kernels depend
+            on the sequence lengths that a process computed before, so two processes may round
+            differently.
+        unordered: True if the device does not always add numbers in the same order. On CUDA,
+            megatron-core adds the outputs of a token's experts by atomic operations.
     """
     import torch
 

@@ -42,11 +42,13 @@ class Quantile:
     `mask`.
 
     The quantile is at position (n - 1) q of the n sorted values, counted from 0. If (n - 1) q is
-    not an integer, `interpolation` determines the quantile in the same way as in numpy. The
-    interpolation 'nearest' rounds a position halfway between two integers to the even integer. The
-    conversion to float32 can round a value of `x` up. The quantile can be equal to such a rounded
-    value, and is then larger than the original value in `x`. Callers must therefore convert `x` to
-    float32 before they compare `x` with the quantile.
+    not an integer, the position is between two sorted values. The field `interpolation` then names
+    a method of numpy.quantile, and the quantile is computed by this method. The method 'nearest'
+    selects the sorted value at the integer position nearest to (n - 1) q. If two integer positions
+    are equally near, the method 'nearest' selects the value at the even position. The conversion to
+    float32 can round a value of `x` up. The quantile can be equal to such a rounded value, and is
+    then larger than the original value in `x`. Callers must therefore convert `x` to float32 before
+    they compare `x` with the quantile.
     """
 
     x: Tensor  # [N]
@@ -133,8 +135,9 @@ def scalar(statistics: Statistics, name: str) -> Tensor:
 
 
 def tensor(statistics: Statistics, name: str) -> Tensor:
-    """Returns the tensor that answers the request `name`. Raises TypeError if the request `name` is
-    a TopK, because the answer to a TopK is a Threshold."""
+    """Returns the tensor that answers the request with the given name. Raises TypeError if this
+    request is a TopK request, because a TopK request is answered by a Threshold and not by a
+    tensor."""
     value = statistics[name]
     if isinstance(value, Threshold):
         raise TypeError(f"{name} is the answer to a TopK")
@@ -156,8 +159,8 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
 
 
 def threshold(statistics: Statistics, name: str) -> Threshold:
-    """Returns the answer to the TopK request `name`. Raises TypeError if the request `name` is not
-    a TopK."""
+    """Returns the Threshold that answers the TopK request with the given name. Raises TypeError if
+    the request with the given name is not a TopK request."""
     value = statistics[name]
     if not isinstance(value, Threshold):
         raise TypeError(f"{name} is not the answer to a TopK")
@@ -173,8 +176,9 @@ def value_of_key(key: Tensor) -> Tensor:
 def top_k_count(n: Tensor, share: float) -> Tensor:
     """Returns the number of positions to select from n positions. The returned number is 0 if n is
     0 or `share` is at most 0. In all other cases, the returned number is the product of `n` and
-    `share`, rounded up: `min(n, max(1, int(n * share + 0.999999)))`. The constant 0.999999 keeps
-    floating-point noise in the product from adding 1 to the result.
+    `share`, rounded up: `min(n, max(1, int(n * share + 0.999999)))`. The formula does not use
+    `ceil`. A rounding error can make the product slightly larger than an integer, and `ceil` would
+    then return a number that is too large by 1.
 
     Source: STARE's released code (arXiv 2606.19236).
     """
