@@ -81,9 +81,10 @@ class Extension:
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """Returns the extension as a YAML value. The value is only the name if the extension has no
-        settings, and otherwise a mapping. The method `read` converts the YAML value back to an
-        Extension with the same name and the same settings."""
+        """Returns the extension as a YAML value. If the extension has no settings, the YAML value
+        is the extension's name, a string. If the extension has settings, the YAML value is a
+        mapping that contains the name and the settings. The method `read` converts the YAML value
+        back to an Extension with the same name and the same settings."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:
@@ -152,7 +153,7 @@ def settings_of(
 
 def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
     """Converts `value` to the annotated type of the parameter `key` in the signature of `reader`.
-    Returns `value` unchanged if this parameter has no annotation."""
+    Returns `value` unchanged if the parameter `key` has no annotation."""
     from pydantic import TypeAdapter, ValidationError  # only needed for extensions with settings
     from pydantic.errors import PydanticUserError
 
@@ -210,8 +211,10 @@ def _attribute(module: ModuleType, name: str, where: str) -> Any:
 
 
 def forget_files() -> None:
-    """Makes `resolve` import files anew. Several runs of one process, such as a notebook, therefore
-    use each file as it is when a run starts, which is also what new processes of the run import."""
+    """Makes `resolve` import users' files anew. One process, such as a notebook, can start several
+    runs, and the user may edit a file between two runs. Without `forget_files`, the process would
+    keep using the file's old contents, but the worker processes of the new run would import the
+    file's new contents."""
     for name in [each for each in sys.modules if each.startswith(_FILE)]:
         del sys.modules[name]
     for clear in _caches:
@@ -219,15 +222,17 @@ def forget_files() -> None:
 
 
 def forgotten_with_files(cached: Cached) -> Cached:
-    """Decorates a function with a functools cache whose results contain objects of users' files.
-    `forget_files` empties the cache."""
+    """Decorates a function that has a functools cache, so that `forget_files` empties this cache.
+    Use the decorator if the function returns objects that users' Python files define."""
     _caches.append(cached.cache_clear)
     return cached
 
 
 def _imported_file(path: str, where: str) -> ModuleType:
-    """Imports a file as a module, once until `forget_files`. The module gets a name that no import
-    statement can contain. The file therefore cannot replace a module that other code imports."""
+    """Imports a Python file as a module, and returns the module. If the file was already imported,
+    returns the same module again, until `forget_files` is called. The module gets a name that no
+    import statement can contain. The file therefore cannot replace a module that other code
+    imports."""
     file = Path(path).expanduser().resolve()
     name = f"{_FILE}{file}"
     if name in sys.modules:

@@ -7,12 +7,15 @@ A sample is a response. A sample has one or several branches, and each branch ha
 of a sample as one response.
 
 Shape legend: B = samples; S = branches; N = response positions of all samples, concatenated; T =
-positions of all branches with their contexts, concatenated; R = runs of consecutive tokens sampled
-by one weight version; L = layers; K = experts per token in a mixture of experts. Samples are in
-canonical order: by prompt cursor, then by sample number. Branches are ordered by sample, then by
-the position of their first token in the response. A RankShare holds only the branches of one rank.
-In its shapes, n is the number of response positions of these branches, t is the number of their
-positions including contexts, and r is the number of their runs.
+positions of all branches with their contexts, concatenated; R = version runs; L = layers; K =
+experts per token in a mixture of experts. A version run is a sequence of consecutive tokens of one
+branch that have the same weight version. Samples are in canonical order: by prompt cursor, then by
+sample number. Branches are ordered by sample, then by the position of their first token in the
+response.
+
+A RankShare holds only the branches of one rank. Shape legend of a RankShare: n = response positions
+of the rank's branches; t = positions of the rank's branches with their contexts; r = version runs
+of the rank's branches.
 """
 
 from __future__ import annotations
@@ -63,9 +66,9 @@ class Branches:
 
 
 class _Columns:
-    """Properties that RolloutBatch and RankShare both have. A RankShare holds only the branches of
-    one rank. In its shapes, n is the number of response positions of these branches, and r is the
-    number of their runs of tokens sampled by one weight version."""
+    """Properties that RolloutBatch and RankShare both have. The shape [N] holds for a RolloutBatch.
+    In a RankShare, the same property has the shape [n], where n is the number of response positions
+    of the rank's branches."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -119,11 +122,12 @@ class RolloutBatch(_Columns):
     tokens: Tensor  # [T] int32, each branch's context, then its part of the response
     loss_mask: Tensor  # [N] bool, positions that carry loss according to the environment
     rollout_log_probs: Tensor  # [N] float32, nats
-    # [R] int64 weight version that sampled each run; see trajectory.NOT_SAMPLED
+    # [R] int64 weight version of each version run; see trajectory.NOT_SAMPLED
     run_versions: Tensor
-    # [R] int64 tokens of each run; the runs cover all N positions, and none spans two branches
+    # [R] int64 tokens of each version run; the runs cover all N positions, and none spans two
+    # branches
     run_lengths: Tensor
-    runs: Tensor  # [S] int64 number of runs of each branch
+    runs: Tensor  # [S] int64 number of version runs of each branch
     prompt_lengths: Tensor  # [B] int64
     response_lengths: Tensor  # [B] int64, of all branches of a sample together
     groups: Tensor  # [B] int64, 0..G-1
@@ -200,8 +204,9 @@ class RolloutBatch(_Columns):
         """Selects the column entries that belong to the branches in `branches`, and returns these
         entries as a dict. The keys of the dict are the columns' names. The dict contains all
         columns with one entry per token. The dict also contains the columns `run_versions` and
-        `run_lengths`. `run_versions` and `run_lengths` have one entry per run of consecutive tokens
-        that were sampled with the same weight version."""
+        `run_lengths`. Each entry of these two columns describes a sequence of consecutive tokens
+        that have the same weight version. `run_versions` gives the weight version, and
+        `run_lengths` gives the number of tokens."""
         lengths, responses, runs = (
             x.tolist() for x in (self.lengths, self.branches.responses, self.runs)
         )
@@ -328,8 +333,8 @@ class _Branch(NamedTuple):
 def _laid_out(
     sample: int, trajectory: Trajectory, prompts: Mapping[int, Tensor]
 ) -> Iterator[_Branch]:
-    """Yields the branches of a trajectory that have response tokens. If no branch has response
-    tokens, only the first branch is yielded."""
+    """Yields the branches of a trajectory, and skips every branch without response tokens. If no
+    branch has response tokens, only the first branch is yielded."""
     prompt = prompts[trajectory.prompt.cursor]
     if not trajectory.branches:
         yield _Branch(sample, prompt, trajectory.tokens, trajectory.versions, of_prompt=True)

@@ -215,8 +215,8 @@ def sides(text: str) -> list[str]:
 
 
 def is_name(text: str) -> bool:
-    """Returns True if a side of an equation is the name of a quantity, not a value. Examples of
-    names are a letter, f(x), an angle, V_1:V_2 and a tuple of names."""
+    """Returns True if a side of an equation names a quantity, and False if the side is a value.
+    For example, x, f(x), V_1:V_2 and (x, y) name quantities, and 5, 2x and x+1 are values."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text).strip()
     if text.startswith("(") and text.endswith(")"):
         return all(is_name(part) for part in split(text[1:-1], (",",)))
@@ -296,7 +296,8 @@ class Bracketed:
 
     `opened`, `closed`: the enclosing brackets. '(' and ')' mean a tuple or an open end of an
         interval. '[' and ']' mean a closed end of an interval. '{' and '}' mean a set.
-    `parts`: the texts between the brackets, which commas or semicolons separate in the answer.
+    `parts`: the entries of the tuple, interval or set, as texts. In the answer, commas or
+        semicolons separate the entries.
     """
 
     opened: str

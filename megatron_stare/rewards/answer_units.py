@@ -1,6 +1,6 @@
 r"""Handles the units and words that follow a number, such as km in 5 km or million in 7 million.
-Decides whether the word after a number is a known unit, or changes the value of the number. Also
-decides whether two units agree.
+Distinguishes known units, such as km, from words that change the value of the number, such as
+million. Also decides whether two units agree.
 
 An answer can have a known unit even if the reference has no unit. If answer and reference both have
 a unit, the units must be of the same kind, such as two lengths. If the two units are of the same
@@ -186,9 +186,9 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _of_several(text: str) -> Quantity | None:
-    """Converts a value in several units of the same kind to the last of these units: 7 hours 30
-    minutes becomes 450 minutes. Returns None if the text is not a value in several units of the
-    same kind."""
+    """Converts a value that combines several units of the same kind to the last of these units.
+    For example, 7 hours 30 minutes becomes 450 minutes. Returns None for any other text, such as 7
+    hours (only one unit) or 7 hours 30 metres (two kinds of units)."""
     parts, at = [], 0
     while at < len(text):
         if not (found := _SEVERAL.match(text, at)) or found.end() == at:

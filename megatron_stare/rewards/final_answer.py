@@ -26,8 +26,8 @@ def last_box(text: str) -> Box | None:
     """Returns the box that starts last in a text, or None if the text has no box. If the last box
     is inside another box, the inner box is returned.
 
-    The run time is proportional to the length of the text, because braces are counted only from the
-    start of the last box.
+    The run time is proportional to the length of the text, even for a text with many boxes. The
+    function first searches the text for the last box, and then counts the braces of this box only.
     """
     found = None
     for found in _BOX.finditer(text):  # noqa: B007 - the last one is wanted

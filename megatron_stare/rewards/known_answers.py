@@ -38,10 +38,10 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
 
 
 def open_pool(verifier: Extension | str, config: Config, workers: int) -> VerifierPool:
-    """Starts a pool of verifier processes. Each process first tests the verifier on `KNOWN_ANSWERS`
-    of the verifier's module. The setting `reward.known_answers` can name a file of further answers
-    for the run's own verifier (`reward.verifier`). If `verifier` is the run's own verifier, the
-    pool also tests the verifier on the answers in the file `reward.known_answers`.
+    """Starts a pool of verifier processes. Each process first tests the verifier on the list
+    `KNOWN_ANSWERS` in the verifier's module. The user can write a file of known answers and name
+    the file in the setting `reward.known_answers`. If `verifier` equals the setting
+    `reward.verifier`, the pool also tests the verifier on the known answers in this file.
 
     Raises:
         ConfigError: `VerifierPool` or `prove` raises ConfigError, or the run cannot provide the
@@ -60,11 +60,11 @@ def open_pool(verifier: Extension | str, config: Config, workers: int) -> Verifi
 
 
 def _check_given(pool: VerifierPool, verifier: Extension, config: Config) -> None:
-    """Raises ConfigError if the verifier reads columns of the data, but the setting `data.columns`
-    names no columns. Runs without data.path and data.mixture are not checked for columns. Also
-    raises ConfigError if the run's `reward.verifier` needs complete prompt groups, but the run uses
-    partial rollouts. Verifiers other than `reward.verifier` are allowed to need complete prompt
-    groups."""
+    """Raises ConfigError if the verifier requires columns of the data, but the setting
+    `data.columns` names no columns. If the run sets neither `data.path` nor `data.mixture`, the
+    setting `data.columns` is not checked. Also raises ConfigError if the run's `reward.verifier`
+    needs complete prompt groups, but the run uses partial rollouts. Verifiers other than
+    `reward.verifier` are allowed to need complete prompt groups."""
     data = config.data
     if pool.needs_columns and (data.path or data.mixture) and not data.columns:
         raise ConfigError(

@@ -181,7 +181,7 @@ def _same_tuples(
 ) -> bool:
     """Compares two tuples or intervals entry by entry. An answer with two entries, such as (1, 2),
     can be a tuple or an interval. Answers with two entries are therefore equal only if their
-    brackets are equal. The brackets of longer tuples are not compared."""
+    brackets are equal. For answers with three or more entries, the brackets are not compared."""
     ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
     if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
         return False
@@ -272,9 +272,10 @@ def _same_value(wanted: str, given: str, *written: str) -> bool:
 
 
 def _dollar(text: str) -> str:
-    r"""Cleans an amount of money that starts with \$. Keeps the \$ at the start of the text.
-    Removes math delimiters and spaces directly after this \$, and at the end of the text. For
-    example, \$5$ becomes \$5. Returns any other text unchanged."""
+    r"""Cleans an amount of money that starts with the currency sign \$. Keeps the currency sign.
+    Removes spaces and math delimiters ($) between the currency sign and the amount. Also removes
+    spaces and math delimiters at the end of the text. For example, \$5$ becomes \$5. Returns any
+    other text unchanged."""
     return rf"\${_delimited(text[2:])}" if text.startswith(r"\$") else text
 
 
@@ -319,9 +320,9 @@ def _by_math_verify(wanted: str, given: str) -> bool:
 def normal_answer(response: str) -> str:
     """Returns a normal form of the last box's content, or "" if the box is empty, missing or not
     closed. The normal form of a number in digits, or of a fraction of two integers, is the exact
-    value as text: 0.5 becomes 1/2. The normal form of words is in lower case. All other answers,
-    including single letters, are only cleaned by `answer_text.bare` and `answer_text.tidy`, for
-    example of fonts and spaces."""
+    value as text: 0.5 becomes 1/2. The normal form of words is in lower case. For any other answer,
+    such as a single letter, `answer_text.bare` and `answer_text.tidy` compute the normal form.
+    These two functions remove fonts and spaces, for example."""
     given = last_boxed(response)
     if given is None:
         return ""

@@ -1,16 +1,22 @@
 r"""Implements the verifier of STARE: an answer is right if at least one of three methods accepts
 it.
 
-Each of the three methods of comparison looks for the answer in one part of the response, the answer
-region. If the response contains <answer>, the answer region is the text in the last <answer>. In a
-response without <answer>, the region is the text after the last </thinking>, or, in a response
-without </thinking>, the text after the last </think>. In a response without any of these tags, the
-region is the whole response. If the region contains a mark such as 'Final Answer' or 'Conclusion',
-only the text after the mark's last occurrence counts. If the region contains no mark such as 'Final
-Answer', the verifier takes the region's last 10 paragraphs, and uses only the last 300 characters
-of these paragraphs. The first method lets math-verify extract an answer from the answer region and
-compare this answer with the reference. The second method lets math-verify extract an answer from
-the last box in the answer region and compare this answer with the reference. The third method is
+All three methods look for the answer in the same part of the response, called the answer region.
+The verifier determines the answer region in two steps.
+
+First, the verifier selects a text by tags. If the response contains <answer>, the selected text is
+the text in the last <answer>. In a response without <answer>, the selected text is the text after
+the last </thinking>, or, in a response without </thinking>, the text after the last </think>. In a
+response without any of these tags, the selected text is the whole response.
+
+Second, the verifier shortens the selected text. If the selected text contains a mark such as 'Final
+Answer' or 'Conclusion', the answer region is the text after the mark's last occurrence. If the
+selected text contains no mark, the verifier takes the last 10 paragraphs of the selected text as
+one text. The answer region is then the last 300 characters of this one text.
+
+The first method lets math-verify extract an answer from the answer region and compare this answer
+with the reference. The second method lets math-verify extract an answer from the last box in the
+answer region and compare this answer with the reference. The third method is
 rewards/math_verifier.py, which compares the content of the answer region's last box with the
 reference. In place of the third method, STARE's released code (hp-luo/STARE,
 verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) uses mathruler. No box is required:
@@ -64,7 +70,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_region(response: str) -> str:
-    """Returns the answer region: the part of a response in which the methods look for the
+    """Returns the answer region: the part of a response in which all three methods look for the
     answer."""
     if "<answer>" in response:
         region = response.rpartition("<answer>")[2].partition("</answer>")[0]

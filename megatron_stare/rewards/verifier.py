@@ -74,9 +74,9 @@ _TERM = re.compile(r"(?:([+-]?(?:\d+\.?\d*|\.\d+))\s+\*\s+)?(\S+)")
 class Asked:
     """Inputs that a verifier needs or accepts, in addition to response and answer.
 
-    `groups`: the verifier receives all responses to a prompt at once.
-    `columns`: the verifier accepts columns of the prompt's data row.
-    `needs_columns`: the verifier cannot be called without columns.
+    `groups`: True if the verifier receives all responses to a prompt at once.
+    `columns`: True if the verifier accepts columns of the prompt's data row.
+    `needs_columns`: True if the verifier cannot be called without columns.
     """
 
     groups: bool = False

@@ -118,19 +118,22 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """Summarises the log-prob differences of a subset of tokens by one number, in nats. In
-        16-bit and 8-bit dtypes, `size` returns the mean difference. In float32, `size` returns the
-        largest difference. NaN is ignored."""
+        """Summarises the log-prob differences of a subset of tokens by one number, in nats. If the
+        run computes in float32, the number is the largest difference. If the run uses 16-bit or
+        8-bit dtypes, the number is the mean difference. NaN is ignored."""
         return part.mean_number if self.coarse else part.largest_number
 
     @property
     def same(self) -> float:
-        """Threshold for agreement on a subset of tokens. Engine and trainer count as agreeing on a
-        subset of tokens if the subset's log-prob difference, which the method `size` computes, is
-        at most this threshold. Only the search for the likely cause of a difference uses this
-        threshold. In float32, the threshold is a tenth of the limit on the log-prob difference of a
-        single token. In 16-bit and 8-bit dtypes, the threshold equals the limit on the mean
-        difference, because rounding alone causes mean differences above a tenth of this limit."""
+        """Threshold, in nats, for agreement on a subset of tokens. The method `size` computes the
+        log-prob difference of a subset. If this difference is at most the threshold, engine and
+        trainer are considered to agree on the subset. Only the search for the likely cause of a
+        difference uses this threshold.
+
+        In a float32 run, the threshold is a tenth of the limit on the log-prob difference of a
+        single token. In a run with 16-bit or 8-bit dtypes, the threshold equals the whole limit on
+        the mean difference. A tenth of this limit would be too low, because rounding alone can
+        cause a larger mean difference."""
         return self.wrong if self.coarse else _AGREES * self.wrong
 
     @property
@@ -142,7 +145,6 @@ class Limits:
 
     @property
     def wrong(self) -> float:
-        """Limit on the log-prob difference of a subset of tokens, which the method `size` computes.
-        If the difference is above this limit, engine and trainer count as having different
-        log-probs for this subset."""
+        """Limit, in nats, above which engine and trainer are considered to disagree on a subset of
+        tokens. The limit applies to the number that the method `size` computes for the subset."""
         return self.bounds["mean"] if self.largest is None or self.coarse else self.largest

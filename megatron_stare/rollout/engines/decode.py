@@ -107,10 +107,10 @@ def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors. The first tensor, [k, V] bool, has one row for each of the k distinct
-    sets of stop tokens in the requests. All requests with the same set of stop tokens share one row
-    of the first tensor. A row contains True for every token that ends a response to the row's
-    requests. The second tensor, [B], has one entry per request: the index of the request's row in
-    the first tensor."""
+    sets of stop tokens in the requests, and one column for each token of the vocabulary. An entry
+    is True if the column's token is in the row's set of stop tokens or in `stop_token_ids`. The
+    second tensor, [B], has one entry per request: the row index, in the first tensor, of the
+    request's set of stop tokens."""
     sets = {
         ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))
     }

@@ -216,8 +216,9 @@ def sampled_text(
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the text of every token, including special tokens. The concatenated texts of all
     tokens are the text of the sequence. If several tokens together encode one character, the last
-    of these tokens gets the character, and the other tokens get "". In a long run of tokens without
-    a whole character, a later token may get the character."""
+    of these tokens gets the character, and the other tokens get "". There is one exception: after 8
+    or more consecutive tokens that got "", the next character can go to a token that follows the
+    tokens that encode the character."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         held = end - read

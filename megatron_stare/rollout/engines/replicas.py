@@ -33,10 +33,10 @@ class ServedMemory:
     `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: bytes that the setting limits together with the key/value cache, but that are not part
-        of the cache. The setting sglang.memory_fraction limits the memory of weights and cache
-        together, so the value of `before` is the size of the weights. The setting
-        sglang.cache_tokens limits only the cache, so the value of `before` is 0.
+    `before`: number of bytes that the setting's limit must cover before the cache gets any memory.
+        The setting sglang.memory_fraction limits the sum of weights and cache, so `before` is the
+        size of the weights. The setting sglang.cache_tokens limits the cache alone, so `before` is
+        0.
     `digits`: number of decimal places of the setting's value.
     """
 
@@ -211,10 +211,14 @@ class Replica(ABC):
 
     @classmethod
     def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
-        """Makes one part of a multi-node replica, but does not start the part. `number` is the
-        index of the replica. `node` is the index, among the replica's nodes, of the node on which
-        the part runs, and `address` is the address of this node. `node` is at least 1, because the
-        replica's own worker runs on node 0."""
+        """Makes one part of a multi-node replica, but does not start the part.
+
+        Args:
+            number: index of the replica.
+            node: index of the part's node. The index counts the nodes of this replica only. The
+                index is at least 1, because the replica's own worker runs on node 0.
+            address: address of the part's node.
+        """
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 

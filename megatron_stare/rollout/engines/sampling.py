@@ -25,8 +25,8 @@ _BLOCK = 1 << 22
 def row_keys(
     seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
 ) -> NDArray[np.uint64]:
-    """Returns the noise keys [B], one key per response. All tokens of a response
-    share its key. The function `uniforms` mixes the position of each token into the key.
+    """Returns the noise keys [B], one key per response. All tokens of a response have the same
+    noise key. The function `uniforms` mixes the position of each token into the noise key.
 
     Args:
         step: step in which a response began, one number for all responses or [B].
@@ -55,9 +55,12 @@ def absorb(
     vector [B], or one number for all states.
 
     If `word` is fixed, `absorb` is a bijection from the old states to the new states. If the old
-    state is fixed, `absorb` is a bijection from the values of `word` to the new states. Two
-    responses that differ in exactly one of seed, step, prompt cursor and sample index therefore
-    never have the same noise key.
+    state is fixed, `absorb` is a bijection from the values of `word` to the new states.
+
+    The noise key of a response absorbs four numbers: the seed, the step, the prompt cursor and the
+    sample index. If two responses differ in one of these numbers and have the other three in
+    common, the bijections guarantee two different noise keys. For responses that differ in several
+    of these numbers, equal noise keys are improbable, but not excluded.
     """
     z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1

@@ -155,18 +155,19 @@ class Dispatch:
     with the most room. A continuation, which is a request that continues a response, goes to the
     replica whose KV cache holds the earlier part of the response. For each `Serving` object,
     Dispatch first assigns the continuations, then the retries, and then the new requests. A
-    continuation waits while the replica with the earlier part of the response is full. After all
-    new requests are assigned, a waiting continuation can go to any other replica that still has
-    room. A replica is untrusted if the replica does not serve, or if the replica has lost a request
-    and has not answered any request since the loss. If an untrusted replica sampled the earlier
-    part of a response, the continuation is treated like a new request and goes to the replica with
-    the most room.
+    continuation waits while the replica with the earlier part of the response is full. If Dispatch
+    has assigned all new requests and some replica still has room, Dispatch assigns the waiting
+    continuation to this replica. A replica is untrusted if the replica does not serve, or if the
+    replica has lost a request and has not answered any request since the loss. If an untrusted
+    replica sampled the earlier part of a response, the continuation is treated like a new request
+    and goes to the replica with the most room.
 
     If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
     waiting request, and then splits all waiting requests evenly over the replicas. With this even
-    split, the composition of a batch depends only on the trajectories, not on timing. Replicas
-    without a capacity limit receive no requests while any environment waits for something other
-    than tokens, such as a tool.
+    split, the composition of a batch depends only on the trajectories, not on timing. A slow
+    environment delays all trajectories of the same `Serving` object: while the environment of one
+    trajectory runs a tool, this trajectory has no waiting request, and Dispatch assigns no requests
+    of the `Serving` object to the replicas.
 
     Args:
         held: function that returns True while replicas must not be called for tokens. `hold` waits
@@ -385,12 +386,12 @@ class Dispatch:
         """Sends assigned requests to a replica and distributes the replica's results, until this
         task is cancelled.
 
-        If the replica has no request in flight, this task waits for an assignment. If the replica
-        has requests in flight, this task waits for the replica's results. A call to a server
-        returns after WAIT_S seconds even without results, so that this task can send new requests
-        in its next call. While `held` returns True, this task waits. After each call to the
-        replica, this task yields to the event loop, so that trajectories that received answers can
-        send their next requests.
+        If the replica has no request in flight, `_pump` waits for an assignment. If the replica has
+        requests in flight, `_pump` calls the replica for results. A call to a server returns after
+        about WAIT_S seconds, even if the server has no results yet. `_pump` then calls the server
+        again, and passes the requests that were assigned during the previous call. While `held`
+        returns True, `_pump` waits. After each call to the replica, `_pump` yields to the event
+        loop, so that trajectories that received answers can send their next requests.
         """
         params = None
         while True:

@@ -167,11 +167,14 @@ class EnginePool:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context manager. Before the `with` block begins, waits until all calls in progress have
-        ended. Inside the `with` block, the pool sends no generation requests to the replicas. If
-        another thread's event loop passes requests to a `Serving` object during the `with` block,
-        the pool sends these requests after the `with` block. Replicas keep the requests that they
-        received before the `with` block.
+        """Context manager that pauses generation calls. Before the `with` block begins, waits until
+        all generation calls in progress have ended. During the `with` block, the pool sends no
+        generation requests to the replicas, and collects no responses from the replicas.
+
+        Trajectories can run in another thread and make new requests during the `with` block. The
+        pool stores these requests, and sends the stored requests after the `with` block. The pool
+        does not cancel requests that the replicas received before the `with` block. The pool
+        collects the responses to such requests after the `with` block.
 
         Raises:
             RuntimeError: the caller runs in the event loop of the open `Serving` object. The wait

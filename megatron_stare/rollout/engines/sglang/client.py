@@ -256,8 +256,8 @@ class SGLangClient:
         await self._call("POST", "/release_memory_occupation", {"tags": _tags(parts)})
 
     async def resume_memory(self, parts: Collection[str]) -> None:
-        """Allocates released memory again. The contents of the allocated memory are undefined. If
-        the given parts of the memory are not released, `resume_memory` crashes the server."""
+        """Allocates memory again that `release_memory` released. The contents of the allocated
+        memory are undefined. If one of the given parts is already allocated, the server crashes."""
         await self._call("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
 
     async def begin_weight_update(self) -> None:

@@ -92,10 +92,10 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """Gathers tensors with SGLang's method `_all_gather_into_tensor`. SGLang itself calls
-    `_all_gather_into_tensor` if the environment variable SGLANG_USE_CPU_ENGINE enables SGLang's CPU
-    engine. This project's CPU servers do not enable the CPU engine, so SGLang's original function
-    would call a CUDA operator."""
+    """Gathers tensors with SGLang's method `_all_gather_into_tensor`. SGLang's original function
+    calls `_all_gather_into_tensor` only if the environment variable SGLANG_USE_CPU_ENGINE is 1. For
+    any other value, the original function calls a CUDA operator. This project starts its CPU
+    servers without SGLANG_USE_CPU_ENGINE, so the original function would call the CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 
@@ -106,10 +106,11 @@ def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
     """Makes SGLang use its CPU code to pad a batch. SGLang pads batches if the server uses
-    attention data parallelism, in which each group of ranks serves its own requests. Without this
-    function, SGLang would use its GPU code for padding, because this project's CPU servers do not
-    enable SGLang's optional CPU engine. Also defines the fill value for sequence lengths, because
-    only the attention backends of SGLang's CPU engine define such a value."""
+    attention data parallelism, in which each group of ranks serves its own requests. SGLang itself
+    chooses the CPU code only if the environment variable SGLANG_USE_CPU_ENGINE is 1, and this
+    project starts its CPU servers without this variable. Also defines the fill value for sequence
+    lengths, because `torch_native`, the attention backend of this project's CPU servers, defines
+    no such value."""
     sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
     runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
     original(batch, runner)

@@ -68,9 +68,9 @@ class Stack:
         return not self.early and self.count in (None, self.hashed)
 
     def joined(self, other: Stack) -> Stack:
-        """Merges this Stack with another sender's Stack of the same parameter. The two merged
-        Stacks must contain the matrices of different experts. Works only with TiledDigest, which is
-        the hash for servers on GPUs."""
+        """Merges this Stack with another sender's Stack of the same parameter, and returns the
+        merged Stack. A matrix of an expert must have been added to only one of the two Stacks.
+        Works only with TiledDigest, which is the hash for servers on GPUs."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
         return Stack(
             self.count, self.digest.joined(other.digest), placed=self.placed | other.placed

@@ -105,11 +105,11 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
 def carriers(
     servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]
 ) -> list[tuple[int, ...]]:
-    """Chooses a trainer rank for each server rank. Several server ranks can have the same trainer
-    rank. A server rank can open the memory of its trainer rank. On GPUs, a server rank and its
-    trainer rank are on the same GPU. On CPUs, a server rank and its trainer rank are on the same
-    machine. On CPUs, the trainer ranks of a machine are assigned to the machine's server ranks
-    round-robin.
+    """Chooses one trainer rank for each server rank. The same trainer rank can be chosen for
+    several server ranks. A server rank can open the memory of the chosen trainer rank. On GPUs, a
+    server rank and the chosen trainer rank are on the same GPU. On CPUs, a server rank and the
+    chosen trainer rank are on the same machine. On CPUs, the trainer ranks of a machine are
+    assigned to the machine's server ranks round-robin.
 
     Args:
         servers: URL, place and layout of each server. The place of a server on GPUs lists the GPUs

@@ -134,12 +134,13 @@ def check_speculation(arguments: Mapping[str, Any], device: str, where: str) -> 
     from the model. Also raises ConfigError for every speculative algorithm except NGRAM, because a
     weight sync to a server with a draft model was never tried.
 
-    To check the tokens of a server, the run only compares the server's log-probs with the trainer's
-    log-probs. For every token that a server returns, the server reports the model's log-prob of
-    this token. The reported log-prob is correct even if the token was not sampled from the model. A
-    comparison of log-probs therefore cannot detect wrongly sampled tokens. On CPUs, SGLang verifies
-    drafts by taking the likeliest token, whatever the temperature is (eagle_utils.py, 0.5.23). On
-    CUDA, speculative decoding returns exact samples if both acceptance thresholds are 1.
+    The run itself cannot detect tokens that are not samples from the model. For each token that a
+    server returns, the run compares two log-probs: the log-prob that the server reports, and the
+    log-prob that the trainer computes. The server always reports the log-prob that the model gives
+    the returned token, whatever rule chose the token. The two log-probs therefore agree even if
+    speculative decoding chose the token by a wrong rule. On CPUs, SGLang verifies drafts by taking
+    the likeliest token, whatever the temperature is (eagle_utils.py, 0.5.23). On CUDA, speculative
+    decoding returns exact samples if both acceptance thresholds are 1.
 
     Args:
         arguments: maps the names of the server's arguments to their values. The names may contain

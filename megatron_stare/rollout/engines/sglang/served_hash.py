@@ -66,15 +66,20 @@ class TiledDigest:
 
     Zero bytes pad the hashed bytes to a whole number n of 32-bit words. The operator ^ is XOR, and
     rotl(i, r) rotates the 32-bit number i to the left by r bits. The function fmix is the finalizer
-    of MurmurHash3 (Appleby, 2011). The hash uses two triples of constants. For each triple of
-    constants (A, s, r), the 32-bit word w at position i becomes the mixed word fmix(w ^ (i * A + s)
-    ^ rotl(i, r)). A tile consists of 8192 consecutive words. For each tile, S1 is the sum, mod
-    2^32, of the mixed words that result from the first triple of constants. For each tile, S2 is
-    the sum, mod 2^32, of the mixed words that result from the second triple of constants. A tile's
-    value has 64 bits. The upper 32 bits of the tile's value are fmix(S1 ^ 4n), and the lower 32
-    bits are fmix(S2 ^ 4n), where 4n is the number of bytes with padding. The values of all tiles
-    are summed mod 2^64. The finalizer of splitmix64 (Steele, Lea and Flood, 2014) turns the sum of
-    the tiles' values into the hash. The hash of an empty input is 0.
+    of MurmurHash3 (Appleby, 2011). Two functions, m1 and m2, mix the 32-bit word w at position i
+    with this position:
+
+        m1(w, i) = fmix(w ^ (i * A1 + s1) ^ rotl(i, r1))
+        m2(w, i) = fmix(w ^ (i * A2 + s2) ^ rotl(i, r2))
+
+    Sums and products in m1 and m2 are computed mod 2^32. `_SEEDS` is (s1, s2), and `_POSITIONS` is
+    ((A1, r1), (A2, r2)). A tile consists of 8192 consecutive words. For each tile, S1 is the sum of
+    m1(w, i) over the words of the tile, mod 2^32. For each tile, S2 is the sum of m2(w, i) over the
+    words of the tile, mod 2^32. A tile's value has 64 bits. The upper 32 bits of the tile's value
+    are fmix(S1 ^ 4n), and the lower 32 bits are fmix(S2 ^ 4n), where 4n is the number of bytes with
+    padding. The values of all tiles are summed mod 2^64. The finalizer of splitmix64 (Steele, Lea
+    and Flood, 2014) turns the sum of the tiles' values into the hash. The hash of an empty input is
+    0.
     """
 
     def __init__(self) -> None:
@@ -140,8 +145,10 @@ class TiledDigest:
         return first, totals
 
     def _add(self, words: Tensor, position: int) -> None:
-        """Adds `words` to the sums of their tiles. `words` can begin and end in the middle of a
-        tile."""
+        """Adds 32-bit words to the hash. `words` [m] int32 are consecutive words of the hashed
+        input, and `position` is the position of the first of these words. A tile consists of 8192
+        consecutive words of the hashed input. The hash has two sums per tile, S1 and S2. `words`
+        can begin and end in the middle of a tile."""
         while words.numel():
             filled = position % _TILE
             if filled or words.numel() < _TILE:
@@ -174,9 +181,10 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _summed(words: Tensor, first: int) -> Tensor:
-    """Mixes every word with its position in the input, and returns the two sums of each tile's
-    mixed words. The words are [tiles, words per tile] int32, and the sums are [tiles, 2] int64.
-    Word number k, counted from 0, has the position `first` + k."""
+    """Applies the functions m1 and m2 of TiledDigest to every word. Returns two sums for each tile:
+    the sum of the results of m1, and the sum of the results of m2. The words are [tiles, words per
+    tile] int32, and the sums are [tiles, 2] int64. Word number k, counted from 0, has the position
+    `first` + k."""
     # int32 sums and products wrap around like the kernel's unsigned words
     at = (
         torch.arange(words.numel(), dtype=torch.int32, device=words.device)

@@ -107,8 +107,9 @@ class CacheRoom:
 
     @property
     def size(self) -> int:
-        """Current maximum of the number of requests that are at the server at the same time. The
-        maximum is at least 1, and can fall when the average length of requests grows."""
+        """Limit on the number of requests that may be at the server at the same time. The limit is
+        at least 1. The limit can fall if the average length of the requests grows, and can rise if
+        the average length shrinks."""
         return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:
@@ -139,8 +140,9 @@ class CacheRoom:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Admits waiting requests to the server, first come, first served. Admits several requests
-        together if newly observed lengths have raised the limit."""
+        """Admits waiting requests to the server, first come, first served, until the number of
+        requests at the server reaches the limit `size`. The limit may have risen since the previous
+        call, so one call can admit several requests."""
         while self._waiting and (self._waiting[0].done() or self._inside < self.size):
             if not (turn := self._waiting.popleft()).done():  # otherwise it was cancelled
                 turn.set_result(None)

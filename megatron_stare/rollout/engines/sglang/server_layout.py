@@ -125,9 +125,10 @@ class ServerLayout:
         return [tensor]
 
     def cut_over(self, name: str, shape: ModelShape) -> int:
-        """Returns the number of ranks over which a tensor is sharded. For a replicated tensor,
-        returns the number of ranks over which the tensor would be sharded if it were not
-        replicated."""
+        """Returns the number of ranks in the group of ranks that a tensor belongs to. The group is
+        either one attention-DP group or all ranks of the server. A sharded tensor is split over the
+        ranks of the group. For a replicated tensor, of which every rank holds a whole copy, this
+        method also returns the size of the group, and not 1."""
         rule = _rule(name, shape)
         return self.group if rule is not None and self._by_group(rule) else self.tensor
 
@@ -141,8 +142,8 @@ class ServerLayout:
         return self.tensor // self.expert
 
     def _by_group(self, rule: Rule) -> bool:
-        """Returns True if a tensor is sharded over one attention-DP group, and False if it is
-        sharded over all ranks of the server."""
+        """Returns True if the tensors of a rule are sharded over one attention-DP group. Returns
+        False if these tensors are sharded over all ranks of the server."""
         if rule.megatron == _HEAD:
             return self.head_by_group
         return rule.layout == "vocab" or "self_attention" in rule.megatron

@@ -1,8 +1,10 @@
 """Runs one weight update of the SGLang servers. In an update, the servers pause and receive
-weights. An update that verifies values then compares the names and checksums of the servers'
-tensors with those of the sent tensors. Any other update compares only the names and sizes of the
-sent tensors with those of an earlier verified update. Finally, the servers receive the number of
-the new version and resume.
+weights. The update then makes a full check or a quick check of the weights. An update with a full
+check is called a verified update. A full check compares the names and checksums of the servers'
+tensors with the names and checksums of the sent tensors. A quick check does not read the servers'
+tensors. The quick check compares the names and sizes of the sent tensors with the names and sizes
+that an earlier verified update recorded. After the check, the servers receive the number of the new
+version and resume.
 
 Weights are changed in place, so an update cannot be undone. After an error, the caller must assume
 that every server holds a mixture of old and new weights. After an error, the caller must also leave
