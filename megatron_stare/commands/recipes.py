@@ -91,9 +91,9 @@ def _terminal_width() -> int | None:
 
 
 def _fitted(lines: list[str], width: int | None) -> list[str]:
-    """Wraps each line of a table to `width` columns. The wrapped text continues below the start of
-    the last column. If `width` is None or the last column would be too narrow to read, the lines
-    stay as they are."""
+    """Wraps each line of a table to a width of `width` characters. The wrapped text continues below
+    the start of the last column of the table. If `width` is None or the last column would be too
+    narrow to read, the lines stay as they are."""
     indent = lines[0].index("reproduces")
     if width is None or width - indent < _NARROWEST:
         return lines

@@ -128,10 +128,9 @@ def _refuse_unknown(
 
 
 def _options(settings_class: type, key: str) -> list[type]:
-    """Finds the dataclass in the type annotation of a field. The argument `key` is the name of the
-    field. Returns a list whose only element is the found dataclass. The list is empty if the
-    annotation contains no dataclass or several dataclasses, or if the annotation cannot be
-    resolved."""
+    """Returns a list with one element, the dataclass in the type annotation of the field `key` of
+    `settings_class`. Returns [] if the annotation contains no dataclass or several dataclasses, or
+    if the annotation cannot be resolved."""
     try:
         annotation = typing.get_type_hints(settings_class)[key]
     except NameError:

@@ -166,10 +166,12 @@ class RunFaults(Section):
 
 
 class SpikeGuard(Section):
-    """Rule that decides whether a metric's value in a step is a spike. The distance between the
-    value and the median is measured in units called spreads. One spread is 1.4826 times the median
-    absolute deviation of the metric over the preceding steps. If the metric is normally
-    distributed, one spread is an estimate of the standard deviation of the metric."""
+    """Rule that decides whether a metric's value in a step is a spike. The rule measures how far
+    the value is from the median of the metric over the preceding steps. The unit of this distance
+    is called the spread of the metric. The spread is 1.4826 times the median absolute deviation of
+    the metric over the preceding steps, but at least 5 % of the median's absolute value. The factor
+    1.4826 turns the median absolute deviation of a normally distributed metric into an estimate of
+    the standard deviation."""
 
     action: Action = Field(
         "alert",

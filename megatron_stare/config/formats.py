@@ -70,10 +70,11 @@ def _cache_of_the_device(config: Tree) -> Tree:
 
 
 def _address_that_is_used(config: Tree) -> Tree:
-    """Removes sglang.host if the engine has no servers and the value is the former default, which
-    applied up to format 6. The default of sglang.host is now null. The former default of
-    sglang.host must be removed, because an engine without servers must not have server settings. If
-    the engine has servers, the recorded value of sglang.host stays unchanged."""
+    """Removes sglang.host if the engine has no servers and the value is `FORMER_HOST`, which was
+    the default up to format 6. The default of sglang.host is now null. If the engine has no
+    servers, validation refuses every server setting that differs from the current default, and
+    would therefore refuse `FORMER_HOST`. If the engine has servers, the recorded value of
+    sglang.host stays unchanged."""
     if _has_servers(config):
         return config
     return _without_server_setting(config, "host", FORMER_HOST)
@@ -93,8 +94,8 @@ def _without_rollbacks(run_state: Tree) -> Tree:
 
 def with_new_names(config: Tree) -> Tree:
     """Renames the sections in `RENAMED`, and moves the settings of the former section `services` to
-    the sinks that have these settings now. Adds no section to a configuration without the former
-    section."""
+    the sinks that have these settings now. A configuration that uses only current section names
+    stays unchanged."""
     config = dict(config)
     if "services" in config:
         services, watched = config.pop("services") or {}, config.get("observability") or {}
@@ -123,7 +124,7 @@ def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
 
 def names_now(former: str) -> str:
     """Returns the current name of the setting or section that was called `former` in an earlier
-    format. Returns "" if `former` belongs to no renamed or moved section."""
+    format. Returns "" if `former` does not begin with the former name of a section."""
     section, _, setting = former.partition(".")
     if section in RENAMED:
         return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]
@@ -134,8 +135,9 @@ def names_now(former: str) -> str:
 
 
 def names_met(config: Mapping[str, Any]) -> list[str]:
-    """Returns one message for each section that has a former name in the configuration. The message
-    contains the former name and the current name of the section."""
+    """Returns one message for each section to which the configuration refers by a former name, such
+    as `limits` for `faults.requests`. The message contains the former name and the current name of
+    the section."""
     met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
     return met + (
         ["services is settings of observability.sinks now"] if "services" in config else []
@@ -143,9 +145,15 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 
 def without_former_defaults(config: Tree) -> Tree:
-    """Removes former defaults of server settings if the engine has no servers. A user can copy an
-    old run's config.yaml, delete the format number, and start a new run from the copy. The new run
-    does not upgrade the copied file, which may therefore contain former defaults."""
+    """Removes sglang.host and sglang.cache_tokens if the engine has no servers. Each of the two
+    settings is removed only if its value is the default of an earlier release. If the
+    engine has no servers, validation refuses every server setting that differs from the current
+    default.
+
+    A user can copy an old run's config.yaml, delete the format number, and start a new run from the
+    copy. A file without a format number is not upgraded, and may therefore contain defaults of an
+    earlier release.
+    """
     return config if _has_servers(config) else _address_that_is_used(_cache_of_the_device(config))
 
 

@@ -3,10 +3,11 @@ the lowest layers. The configuration file itself is a layer above the files in i
 overrides that a user gives on the command line are the highest layers.
 
 Sections are merged key by key. If several layers set a key, the value of the highest layer is used.
-The settings of two different methods are never merged. If a layer selects another method than the
-lower layers, the settings that the lower layers contain for their method are discarded. If a layer
-selects another extension than the lower layers, such as another verifier, the settings that the
-lower layers contain for their extension are discarded.
+The settings of two different methods are never merged. If the lower layers select a method and a
+higher layer selects another method, the settings of the first method are discarded. The settings of
+two different extensions, such as two verifiers, are never merged either. If the lower layers select
+a verifier and a higher layer selects another verifier, the settings of the first verifier are
+discarded.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ class Layer:
     tree: dict[str, Any]
 
     def sets(self, setting: Sequence[str]) -> bool:
-        """Tells whether this layer sets the setting, a section that contains the setting, or a key
-        inside the setting."""
+        """Tells whether this layer affects the value of a setting. The argument `setting` is the
+        dotted name of the setting, split into its parts. A layer affects a setting if the layer
+        contains the setting itself or a key inside the setting. A layer also affects a setting if
+        the layer gives a single value to a section that contains the setting. For example, a layer
+        with `algorithm: grpo` affects `algorithm.name`."""
         node: Any = self.tree
         for part in setting:
             if not isinstance(node, dict):
@@ -62,8 +66,8 @@ class Override:
     """One override of a setting, such as `key.sub=value` on the command line. `source` is the text
     of the override.
 
-    `value`: the new value, if a program created the override. If the override comes from the
-        command line, the value is read from `source`.
+    `value`: the new value of the setting. By default, the new value is read from the text after the
+        = sign in `source`.
     """
 
     source: str
@@ -75,8 +79,10 @@ class Override:
         return cls(f"{key}={value}", value)
 
     def sets(self, setting: Sequence[str]) -> bool:
-        """Tells whether the override sets the setting, a section that contains the setting, or a
-        key inside the setting."""
+        """Tells whether the override affects the value of a setting. The argument `setting` is the
+        dotted name of the setting, split into its parts. An override affects a setting if the key
+        of the override names the setting itself, a section that contains the setting, or a key
+        inside the setting."""
         keys = self.source.partition("=")[0].split(".")
         return all(mine == asked for mine, asked in zip(keys, setting, strict=False))
 
@@ -298,10 +304,11 @@ def _value(text: str, override: str) -> Any:
 
 
 def breadth(given: Override) -> int:
-    """Returns the number of names in the dotted key of an override, such as 2 for `optimizer.lr`.
-    An override whose key has fewer names covers more settings. The last name of a key such as
-    `algorithm.name` is not counted. An override with such a key selects a method or an extension,
-    and thereby drops all settings of the former method or extension."""
+    """Returns the number of parts in the dotted key of an override, such as 2 for `optimizer.lr`.
+    An override whose key has fewer parts covers more settings. The key `algorithm.name` counts as
+    one part, because an override of `algorithm.name` can drop all settings of the section
+    `algorithm`. In the same way, the final part `name` is not counted in the keys of extensions,
+    such as `reward.verifier.name`."""
     parents, _, leaf = given.source.partition("=")[0].rpartition(".")
     return parents.count(".") + 1 + (leaf != "name" or parents not in NAMED) if parents else 1
 

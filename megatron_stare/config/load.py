@@ -100,9 +100,9 @@ def load_recorded(path: str | Path) -> Config:
 
 
 def former_names(path: str | Path) -> list[str]:
-    """Returns a list with one message if a configuration uses former section names. For each
-    section with a former name, the message gives the former name and the current name. Returns []
-    if the configuration uses no former section names.
+    """Returns a list with one message if a configuration file refers to sections by former names.
+    For each of these sections, the message contains the former name and the current name. Returns
+    [] if the configuration file uses only current section names.
 
     Raises:
         ConfigError: the file is missing or is not YAML.
@@ -250,17 +250,19 @@ def _dotted(name: str, value: Any) -> list[str]:
 
 
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
-    """Returns the source (a file or an override) of the highest configuration layer that sets the
-    faulty setting.
+    """Returns the source (a file or an override) of the configuration layer that causes a
+    validation error.
 
-    Several configuration layers can set parts of the same section. If the fault concerns a whole
-    section, the function searches for the layer that introduces the error. The search goes from the
-    highest layer that sets part of the section to the lowest. For each layer, the search merges all
-    lower layers. If this merge does not contain the error, the layer introduces the error, and the
-    function returns the source of the layer.
+    If the error concerns a single setting, the function returns the source of the highest layer
+    that sets this setting.
 
-    If no configuration layer meets these conditions, the function returns the source of the highest
-    configuration layer that is not an override.
+    If the error concerns a whole section, several layers can set parts of the section. A layer
+    causes the error if the lower layers alone, merged without the layer, do not have the error.
+    Among the layers that set a part of the section, the function finds the highest layer that
+    causes the error, and returns the source of this layer.
+
+    If no layer meets these conditions, the function returns the source of the highest layer that is
+    not an override.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):
@@ -298,9 +300,10 @@ def _keys_at(loc: list[str]) -> list[str]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Makes the paths of all files and folders absolute. Does not resolve symbolic links. The
-    Python of a virtual environment is a symbolic link to a Python that does not find the
-    environment's packages."""
+    """Makes the paths of all files and folders absolute. Does not resolve symbolic links. In a
+    virtual environment, `python` is a symbolic link to the base interpreter. If the link were
+    resolved, the servers would run with the base interpreter, which does not find the packages of
+    the virtual environment."""
     data: dict[str, Any] = {}
     # a user's source may interpret these settings differently
     if reads_files(config.data.source.name):

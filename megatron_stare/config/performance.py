@@ -5,10 +5,11 @@ Each row of FEATURES contains the setting's requirements, its tests, its check i
 scripts/gpu_check.sh, and the values that Megatron's fields get while the setting is on. If a
 setting is null, `chosen` decides whether the setting is on. On a GPU, null turns a setting on if
 three conditions are met: the setting is tested, the device meets the setting's requirements, and
-the run meets the setting's requirements. A setting counts as tested if tests cover it (`covered`),
-or if the committed result of its check is good (`proven`). The file tests/test_performance.py
-compares `proven` with the committed result. With `performance.automatic: false`, all settings with
-the value null are off. A new setting needs a row in FEATURES and a field in
+the run meets the setting's requirements. A setting counts as tested if the field `covered` of its
+row names tests, or if the field `proven` of its row is true. The field `proven` may be true only if
+a result file in benchmarks/results/gpu shows that the setting passed its check;
+tests/test_performance.py tests this condition. With `performance.automatic: false`, all settings
+with the value null are off. A new setting needs a row in FEATURES and a field in
 config/training_sections.py.
 """
 
@@ -58,15 +59,15 @@ class Feature:
 
     `sets`: the values that Megatron's fields get while the setting is on. While the setting is off,
         the fields that are named in `sets` are false or 0.
-    `needs`: the requirements of the device, as keys of NEEDS.
+    `needs`: requirements that the device must meet, as keys of the dict NEEDS.
     `wants`: other settings of the run that must be on before this setting can be on.
     `covered`: text that names the tests of the setting in this repository or in an upstream
         library. `covered` is "" if the setting has no tests. `covered` is also "" if the setting is
         a trade-off, such as less memory for more time.
     `check`: name of the check in scripts/gpu_check.sh that tests the setting.
-    `proven`: true if the result file of the check in this repository shows that the setting is
-        correct and not slower. The check named `optimizers` is an exception: its result file must
-        show that the setting is correct and saves memory.
+    `proven`: true if the setting was correct and not slower in its check on a GPU, according to the
+        result file of the check in benchmarks/results/gpu. The check named `optimizers` is an
+        exception: in this check, the setting must be correct and save memory.
     """
 
     name: str
@@ -163,7 +164,7 @@ NOT_OFFERED = {
 
 
 def device_has() -> frozenset[str]:
-    """Returns the keys of NEEDS that this process's device meets."""
+    """Returns the requirements that this process's device meets, as a set of keys of NEEDS."""
     return frozenset(need for need, (_, there) in NEEDS.items() if there())
 
 
@@ -171,7 +172,8 @@ def missing(feature: Feature, has: Collection[str] | None = None) -> list[str]:
     """Returns the names of the feature's requirements that a device does not meet.
 
     Args:
-        has: the keys of NEEDS that the device meets. None means the device of this process.
+        has: requirements that the device meets, as keys of NEEDS. None means the requirements that
+            the device of this process meets.
     """
     has = device_has() if has is None else has
     return [NEEDS[need][0] for need in feature.needs if need not in has]
@@ -184,7 +186,8 @@ def chosen(
 
     Args:
         shape: the shape of the model. If `shape` is None, no feature depends on the shape.
-        has: the keys of NEEDS that the device meets. None means the device of this process.
+        has: requirements that the device meets, as keys of NEEDS. None means the requirements that
+            the device of this process meets.
     """
     off = reasons(config, shape, has)
     values = {
@@ -198,8 +201,9 @@ def chosen(
 def reasons(
     config: Config, shape: ModelShape | None = None, has: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Returns a mapping from the name of each inactive feature to the reason why the feature is
-    off. The mapping contains no active feature. Arguments as in `chosen`."""
+    """Returns a mapping from the name of each feature that is off to the reason why the feature is
+    off. Features that are on do not occur in the mapping. The arguments are the same as in
+    `chosen`."""
     has = device_has() if has is None else has
     found: dict[str, str] = {}
     for feature in FEATURES:
@@ -255,8 +259,8 @@ def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any
     to values. The argument `part` selects Megatron's configuration of the model ('model'), of the
     gradients ('gradients') or of the optimizer ('optimizer'). The settings in `performance`
     determine the values. The dict contains every field that a feature can set, even if the feature
-    is disabled. A feature with the value null counts as disabled, because `chosen` has already
-    turned on every feature that is to be used."""
+    is off. A feature with the value null counts as off. To choose automatically which of the
+    features with the value null are on, pass the settings that `chosen` returns."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -269,13 +273,16 @@ def connections(config: Config) -> int | None:
     """Returns the number of hardware queues that a trainer rank gets from CUDA, or None if CUDA
     chooses the number.
 
-    If `performance.cuda_connections` is set, a trainer rank gets this number of hardware queues.
-    Otherwise, a trainer rank gets one hardware queue if the run uses tensor or context parallelism,
-    because the ranks then exchange activations inside a layer. With one queue, the GPU starts
-    operations in the order in which the rank launches them. If a transfer is launched before a
-    matrix product, the transfer therefore also starts before the matrix product. Megatron's own
-    launcher also requires one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) on every rank that exchanges
-    activations inside a layer.
+    If `performance.cuda_connections` is set, a trainer rank gets this number of hardware queues. If
+    `performance.cuda_connections` is null, a trainer rank gets one hardware queue in a run with
+    tensor or context parallelism. In a run without tensor parallelism and without context
+    parallelism, CUDA chooses the number.
+
+    With tensor or context parallelism, ranks exchange activations inside a layer. With one queue,
+    the GPU starts operations in the order in which the rank launches them. If a transfer of
+    activations is launched before a matrix product, the transfer therefore also starts before the
+    matrix product. Megatron's own launcher also requires one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+    on every rank that exchanges activations inside a layer.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections
@@ -319,14 +326,16 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
 
 
 def shares_prompts(config: Config) -> bool:
-    """Tells whether a micro-batch runs a prompt through the model only once for all responses to
-    this prompt.
+    """Tells whether the responses to a prompt share the prompt in a micro-batch. If the responses
+    share the prompt, the model processes the prompt once per micro-batch, and not once per
+    response.
 
-    A prompt can pass through the model once for all its responses only if sequences are packed and
-    the run has no context parallelism. With virtual pipeline stages, the prompt passes through the
-    model once per response, because virtual stages need micro-batches of equal shape. With
-    `moe.routing_replay`, the model must process the prompt separately for each response. The reason
-    is that the servers return a separate choice of experts for each response.
+    Responses share a prompt only if `performance.share_prompts` is true, sequences are packed and
+    the run has no context parallelism. With virtual pipeline stages, each response has its own copy
+    of the prompt. Virtual pipeline stages need micro-batches of equal shape, and sharing prompts
+    would remove a different number of tokens from each micro-batch. With `moe.routing_replay`, the
+    model must process the prompt separately for each response, because the servers return a
+    separate choice of experts for each response.
     """
     parallel = config.parallel
     return (

@@ -3,10 +3,10 @@ values for conflicts.
 
 All members of an NCCL group must agree on NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE; otherwise the
 group hangs or fails. If NCCL_CUMEM_ENABLE or NCCL_NVLS_ENABLE is not set, an SGLang server sets the
-variable to 0 before the server's first collective. For each of the two NCCL variables, the dict
-`AGREED` lists the SGLang flags that set the variable to 1. If an SGLang server is started with a
-flag that `AGREED` lists for a variable, the server sets this variable to 1 even if the variable
-already has another value.
+variable to 0 before the server's first collective. Some SGLang flags, such as --enable-symm-mem,
+make a server set NCCL_CUMEM_ENABLE or NCCL_NVLS_ENABLE to 1, even if the variable already has
+another value. For each of the two variables, the dict `AGREED` lists the SGLang flags that set the
+variable to 1.
 """
 
 from __future__ import annotations

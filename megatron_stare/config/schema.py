@@ -365,9 +365,11 @@ class Config(Section):
 
     @property
     def expected_lengths(self) -> tuple[float, float]:
-        """Expected mean numbers of tokens in a prompt and in a response. The settings
-        `plan.prompt_tokens` and `plan.response_tokens` set the expected numbers. An expected number
-        that `plan` does not set is computed from the token limits in the section `rollout`."""
+        """Expected mean number of tokens in a prompt, and expected mean number of tokens in a
+        response. The settings `plan.prompt_tokens` and `plan.response_tokens` set the two numbers.
+        If `plan.prompt_tokens` is null, a quarter of `rollout.max_prompt_tokens` is expected per
+        prompt. If `plan.response_tokens` is null, half of `rollout.max_new_tokens` is expected per
+        response."""
         rollout, plan = self.rollout, self.plan
         return (
             plan.prompt_tokens or rollout.max_prompt_tokens / 4,

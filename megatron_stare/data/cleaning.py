@@ -52,8 +52,9 @@ def words(text: str) -> tuple[str, ...]:
 
 
 class Repeats(NamedTuple):
-    """Result of `without_repeats`, which divides a list of problems into three groups. Each field
-    contains the list indices of the problems in one group. A problem is a pair (prompt, answer).
+    """Result of `without_repeats`, which divides a list of problems into three groups. A problem is
+    a pair (prompt, answer). Each field of `Repeats` describes one group by the positions of the
+    group's problems in the list, counted from 0.
 
     `kept`: positions of the problems that stay.
     `repeated`: positions of problems with the same prompt and the same answer as a kept problem.

@@ -79,9 +79,9 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
 def _chosen(
     rows: Sequence[Row], names: Sequence[str], path: str, role: str, usual: Sequence[str]
 ) -> str:
-    """Goes through the column names in `usual`, and returns the first column whose values are
-    suitable for the given role. `role` is 'prompt' or 'answer'. The comparison of column names
-    ignores case."""
+    """Goes through the column names in `usual`, and returns the first column that can be the column
+    of prompts (if `role` is 'prompt') or the column of answers (if `role` is 'answer'). The
+    comparison of column names ignores case."""
     lower = {name.lower(): name for name in reversed(names)}
     why = ""
     for name in (lower[key] for key in usual if key in lower):
@@ -99,10 +99,11 @@ def _chosen(
 
 
 def _alone(rows: Sequence[Row], role: str, name: str) -> None:
-    """Checks every row of `rows`. In each row, the value of the column `name` must be suitable for
-    the role. The argument `role` is 'prompt' or 'answer'. If `role` is 'prompt', the check uses an
-    empty text as the answer. If `role` is 'answer', the check uses an empty text as the prompt.
-    Raises UserError if a value is not suitable."""
+    """Checks that the column `name` can be the column of prompts (if `role` is 'prompt') or the
+    column of answers (if `role` is 'answer'). Converts every row of `rows` to a Record. A Record
+    needs both a prompt and an answer. If `role` is 'prompt', the check uses an empty text as the
+    answer. If `role` is 'answer', the check uses an empty text as the prompt. Raises UserError if a
+    row cannot be converted."""
     other = "answer" if role == "prompt" else PROMPT_KEY
     for number, where, row in rows:
         fields = {name: _within(row, name), **({} if name == other else {other: ""})}

@@ -25,7 +25,7 @@ class PromptEncoder:
     `data.chat_template_kwargs` and `rollout.max_prompt_tokens`. If the environment has tools, their
     schemas are passed to the chat template.
 
-    `cut`: number of prompts of which the beginning was cut off so far.
+    `cut`: number of prompts that were too long and lost tokens at the beginning.
 
     Args:
         config: the run's configuration.

@@ -166,8 +166,10 @@ class FilePrompts:
                 )
 
     def _shortened(self) -> list[str]:
-        """Returns one remark if prompts lose their beginning, and [] otherwise. With a chat
-        template, the beginning has the system message and the descriptions of tools."""
+        """Returns one remark if some prompts are too long and are therefore cut off at the
+        beginning. Returns [] if no prompt is cut off. If a prompt is rendered with a chat template,
+        the prompt begins with the system message and the descriptions of tools, so these texts are
+        cut off first."""
         cut = sum(record.where in self._cut for part in self._parts for record in part.records)
         if not cut:
             return []
@@ -237,20 +239,20 @@ class FilePrompts:
     def _part(self, cursor: int) -> _Part:
         """Returns the file that supplies the prompt at position `cursor`.
 
-        The rule compares the number of prompts that a file has supplied with the file's target,
-        which is also a number of prompts. When all files together have supplied c prompts, the
-        target of a file is c times the file's weight, divided by the sum of all weights. The
-        deadline of a file's j-th prompt (j = 1, 2, ...) is the smallest value of c for which the
-        file's target is at least j. A file is a candidate if the file has supplied fewer prompts
-        than its target for c = `cursor` + 1. For each candidate, the rule computes the deadline of
-        the candidate's next prompt. The rule chooses the file with the earliest of these deadlines.
-        If several candidates have the same deadline, the rule chooses the first of these
-        candidates. Under the deadline rule, the number of prompts from a file always differs from
-        the file's target by less than 1 (Baruah et al., Proportionate Progress, Algorithmica 15,
-        1996).
+        Each file of a mixture has a target, which is a number of prompts. When all files together
+        have supplied c prompts, the target of a file is c times the file's weight, divided by the
+        sum of all weights. The prompt at position `cursor` comes from a file that has supplied
+        fewer prompts than the file's target at c = `cursor` + 1. If several files are below their
+        targets, the file with the earliest deadline supplies the prompt. If a file has supplied n
+        prompts, the file's deadline is the smallest total number of prompts from all files for
+        which the file's target is at least n + 1. If several files have the same earliest deadline,
+        the first of these files supplies the prompt. Under the deadline rule, the number of prompts
+        from a file always differs from the file's target by less than 1 (Baruah et al.,
+        Proportionate Progress, Algorithmica 15, 1996).
 
-        If a run was started with an earlier release, the run keeps the earlier rule when it is
-        resumed. The rule of earlier releases chooses the file that is furthest below its target.
+        A run that an earlier release started keeps the rule of the earlier release when the run is
+        resumed. Under the rule of earlier releases, the prompt comes from the file that is furthest
+        below its target.
         """
         if not self._by_deadline:
             whole = sum(part.file.weight for part in self._parts)

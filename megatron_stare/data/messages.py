@@ -71,9 +71,10 @@ def rendered(
     tokenizer: Any,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rendered:
-    """Renders a conversation with the tokenizer's chat template, and marks the tokens that the
-    assistant wrote. The tokens of a turn of weight 0 are not marked, and the template may
-    render such a turn in another form than a turn that is learnt.
+    """Renders a conversation with the tokenizer's chat template. The mask of the returned
+    `Rendered` is True for the tokens that count in the loss. The tokens that the assistant wrote
+    count in the loss, except the tokens of a turn with weight 0. The function does not check how
+    the template renders an assistant's turn with weight 0.
 
     An assistant's turn begins after the generation prompt and ends with the last special token of
     the turn. The template's text after the turn's last special token does not count in the loss.
@@ -177,8 +178,8 @@ def rendered(
 
 def _check_turn(message: Mapping[str, Any], turn: str) -> None:
     """Raises RowError if the text that the template renders for an assistant's turn lacks a part of
-    the message. A template without tools renders a turn with nothing but a call as an empty
-    turn."""
+    the message. For example, a template that ignores tool calls renders a message that contains
+    only a tool call as an empty turn."""
     if not all(call["function"]["name"] in turn for call in message.get("tool_calls", ())):
         raise _left_out("a tool call, which the chat template leaves out")
     for key in (CONTENT, *_THINKING):
@@ -408,9 +409,10 @@ class Conversations:
         return found
 
     def _require_one_end(self, messages: Sequence[Mapping[str, Any]], found: Rendered) -> None:
-        """Raises RowError if the text of an assistant's turn that counts in the loss contains the
-        padding token or a token that ends turns. Training on such text would teach the policy to
-        end a turn before the turn is complete."""
+        """Raises RowError if a message of the assistant contains, in its text, the padding token or
+        a token that ends turns. Messages with weight 0 are not checked, because they carry no loss.
+        Training on a message that contains the padding token or a token that ends turns would teach
+        the policy to end a turn before the turn is complete."""
         tokens: list[str] = self._tokenizer.convert_ids_to_tokens(
             sorted(self._special & {*found.ends(), *self._stops})
         )

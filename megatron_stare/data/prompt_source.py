@@ -77,8 +77,8 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
     """Returns a pair (factory, settings). The factory is the class or function that builds the
-    configured source (`data.source`). The settings are a dict with the settings of this source.
-    Raises ConfigError like `make_source`."""
+    configured source (`data.source`). `settings` contains the keyword arguments with which the
+    factory must be called, as a dict. Raises ConfigError like `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):
@@ -161,12 +161,13 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> HeldOut:
 
 class PromptQueue:
     """Queue that yields each prompt of a source once, in the source's order. After `give_back`, the
-    next `take` first yields the returned prompts. The queue skips the prompts that `leave_out`
-    marked.
+    next `take` first yields the prompts that were given back. The queue skips the prompts that
+    `leave_out` marked.
 
-    The queue's state is the state that the source had before it yielded the first unused prompt.
-    Prompts that wait in the queue are not part of the state, because after `restore` the source
-    yields these prompts again.
+    If the queue contains prompts that were given back, the queue's state is the state that the
+    source had before the source yielded the first of these prompts. Otherwise, the queue's state is
+    the source's current state. The state does not contain the prompts that were given back, because
+    after `restore` the source yields these prompts again.
     """
 
     def __init__(self, source: PromptSource) -> None:

@@ -135,20 +135,20 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Context manager for a long time in which no code calls the ranks, such as a rollout or an
-        evaluation. Inside the `with` block, a thread asks the ranks every LOOK_S seconds whether
-        the ranks have finished writing their parts of a checkpoint. When all ranks have finished,
-        the thread completes the checkpoint. If the run loses a process later in the block, the run
-        can resume from the completed checkpoint.
+        """Context manager that completes a checkpoint while the caller does not call the ranks, for
+        example during a rollout or an evaluation. Inside the `with` block, a thread asks the ranks
+        every LOOK_S seconds whether the ranks have finished writing their parts of a checkpoint.
+        When all ranks have finished, the thread completes the checkpoint. If the run loses a
+        process later in the block, the run can resume from the completed checkpoint.
 
-        The caller's own thread must not do this work. The work would block the event loop of the
-        caller's thread, and calls to servers and tools would exceed their time limits. With the
-        inline runner, no thread is started, because the ranks and engines of this process are not
+        Completing the checkpoint in the caller's own thread would block the event loop of this
+        thread, and calls to servers and tools would exceed their time limits. With the inline
+        runner, no thread is started, because the ranks and engines of this process are not
         thread-safe.
 
         Raises:
-            UserError: the checkpoint cannot be written. Raised when the block ends without an
-                error.
+            UserError: the checkpoint cannot be written. The error is raised at the end of the
+                block, and only if the block itself raised no error.
         """
         if self._under_way is None or self._config.runtime.runner == "inline":
             yield
@@ -176,15 +176,15 @@ class Checkpoints:
             raise failed[0]
 
     def metrics(self) -> dict[str, float]:
-        """Returns how long training has waited for saves since the last call, and resets this time.
-        See METRICS."""
+        """Returns `perf/save_s` (see METRICS): the seconds that training has waited for saves since
+        the previous call of `metrics`."""
         waited, self._waited_s = self._waited_s, 0.0
         return {"perf/save_s": waited}
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint in progress is written, and completes this checkpoint. Then
-        removes the checkpoints that are no longer kept. Does nothing if no checkpoint was in
-        progress since the last removal.
+        removes the checkpoints that the retention rule (`Retention`) does not keep. Does nothing if
+        no checkpoint is in progress and no checkpoint was completed since the last removal.
 
         Args:
             timeout_s: timeout of the wait, seconds; None: the timeout of any call to the ranks.
@@ -236,9 +236,10 @@ class Checkpoints:
 
 def first_step_asked(checkpoint: Path) -> int:
     """Returns the first step whose recorded tool calls must be kept. A run that resumes from the
-    checkpoint does not need the tool calls of steps before the returned step. The returned step is
-    the checkpoint's own step, or the earlier step in which the oldest response in flight began.
-    Raises DataError if the checkpoint's state cannot be read."""
+    checkpoint does not need the tool calls of steps before the returned step. If the checkpoint
+    contains unfinished responses that began before the checkpoint's own step, the function returns
+    the step in which the oldest of these responses began. Otherwise, the function returns the
+    checkpoint's own step. Raises DataError if the checkpoint's state cannot be read."""
     kept = from_bytes(RunState.read(checkpoint).kept)
     begun = [response.step for group in kept for response in group]
     return min([step_of(checkpoint), *begun])

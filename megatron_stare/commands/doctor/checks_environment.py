@@ -93,12 +93,12 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 
 
 def _agreed(name: str, shell: Mapping[str, str], config: Config) -> Finding:
-    """Checks an environment variable that `AGREED` lists. Compares the value that the run sets for
-    the variable with the value of the variable in the shell. If the run attaches to servers that it
-    did not start, the run's value and the shell's value must be equal.
+    """Checks one environment variable that `AGREED` lists. Every process that the run starts gets
+    the run's own value of the variable.
 
-    Every process that the run starts gets the value that the run sets. For a server that the run
-    did not start, the check assumes the shell's value of the variable.
+    The run does not start the servers in `sglang.urls`. For the servers in `sglang.urls`, the check
+    assumes the value that the variable has in the shell. If a run with `sglang.urls` sets the
+    variable to another value than the shell does, the check returns a fault.
     """
     own, value = shared_environment(config).get(name), shell.get(name)
     if own is not None and config.sglang.urls and value is not None and value != own:

@@ -217,10 +217,12 @@ def check_seen_by_all(path: str, saw: Mapping[str, bool]) -> Finding:
 
 
 def check_locked_for_all(path: str, held: Mapping[str, bool]) -> Finding:
-    """Checks that a lock that this machine holds is held for every node.
+    """Checks that every node sees a file as locked while this machine holds the lock of the file.
+    The file lies in the folder `path`.
 
     Args:
-        held: whether the lock is held, by the name of each node that sees the locked file.
+        held: by the name of a node, True if the node sees the file as locked. Contains only the
+            nodes on which the file exists.
     """
     free = [node for node, there in held.items() if not there]
     if free:

@@ -68,8 +68,8 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
 def served_by(config: Config | None) -> str | None:
     """Returns the Python interpreter of the servers that a run starts on its nodes.
 
-    Returns None if the run starts no servers, or if the servers' environment is not found. In a
-    separate check, the command `doctor` reports that the servers' environment is missing.
+    Returns None if `config` is None, if the run starts no servers, or if the interpreter of the
+    servers is not known.
     """
     with contextlib.suppress(UserError):
         return None if config is None else server_python(config)

@@ -32,7 +32,8 @@ class NodeProbe:
         return Path(path).exists()
 
     def sees_locked(self, path: str) -> bool:
-        """Tells whether the lock of a file, which another node holds, is held for this node too."""
+        """Tells whether this node sees the file `path` as locked. When the doctor calls
+        `sees_locked`, the machine that runs the doctor holds the lock of the file."""
         return is_locked(Path(path))
 
     def ports(self, ports: list[int]) -> Finding:

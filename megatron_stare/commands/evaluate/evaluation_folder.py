@@ -130,10 +130,14 @@ class EvaluationFolder:
         return found
 
     def _note(self, row: Mapping[str, Any]) -> tuple[str, bool, Key]:
-        """Stores the response of a row. Returns three values: the name of the response's task, True
-        if the response was decoded greedily, and the response's key. If a response with the same
-        key is already stored, the group was sampled again, and the new response replaces the stored
-        response."""
+        """Stores the response of a row. If a response with the same key is already stored, the new
+        response replaces the stored response. Returns three values: the name of the response's
+        task, True if the response was decoded greedily, and the response's key.
+
+        Some verifiers judge all responses to a prompt at once. If the folder lacks one of these
+        responses, a resumed evaluation samples all responses to the prompt again, and two rows have
+        the same key.
+        """
         try:
             response, task = Response.read(row), (str(row["task"]), bool(row["greedy"]))
         except KeyError as error:

@@ -168,7 +168,9 @@ def run(
     opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Evaluates every task. Returns a dict that maps the name of each task to the record of the
-    task's results. If a response is already stored in `out`, it is not sampled again.
+    task's results. Samples only the responses that are not stored in `out`. If a verifier needs all
+    responses to a prompt at once and one of these responses is not stored, `run` samples all
+    responses to this prompt again.
 
     Raises:
         UserError: `out` belongs to another evaluation, or engines, verifiers or the disk fail.
