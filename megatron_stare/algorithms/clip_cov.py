@@ -89,9 +89,10 @@ class ClipCov(Grpo):
         return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns a mask, [N] bool, which is True for the candidates that keep a gradient when the
-        ratio is clipped. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`), because
-        tokens are selected by the log-probs in `batch.selected_by`."""
+        """Returns the mask of the tokens that can be drawn, [N] bool. A token can be drawn if its
+        covariance lies between `cov_low` and `cov_high`, and if ratio clipping does not change the
+        objective of the token. The ratio is exp(`batch.selected_by` - `batch.old_log_prob`),
+        because methods select tokens by the log-probs in `batch.selected_by`."""
         surrogate = clipped_surrogate(
             batch.selected_by,
             batch.old_log_prob,

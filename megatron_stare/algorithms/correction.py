@@ -41,16 +41,18 @@ class Correction:
     """Settings of the importance correction.
 
     `mode`: the treatment of a ratio outside the bounds `low` and `high`.
-    `level`: the ratio that is compared with the bounds. 'token' takes each token's own ratio.
-        'sequence' takes the product of all token ratios of the response. 'geometric' takes the
-        geometric mean of these token ratios.
-    `low`, `high`: the bounds of the ratio. The mode `truncate` uses only `high`.
-    `reject`: bounds (low, high) of a token's own ratio. In every mode, a token whose own ratio lies
-        outside the bounds of `reject` is removed from the loss and from the denominator of the
-        loss. If `reject` is null, no token is rejected.
-    `veto`: the lowest allowed token ratio. A response with a token ratio below `veto` is removed
-        from the loss and from the denominator of the loss. If `veto` is null, no response is
-        removed.
+    `level`: the ratio R that is compared with the bounds `low` and `high`. With 'token', R is the
+        ratio p_train / p_rollout of a single token. With 'sequence', R is the product of the token
+        ratios of the response. With 'geometric', R is the geometric mean of the token ratios of the
+        response.
+    `low`, `high`: the bounds of the ratio R. The mode `truncate` uses only `high`.
+    `reject`: the lowest and the highest allowed token ratio p_train / p_rollout, for every `mode`
+        and every `level`. A token whose ratio is below the lowest or above the highest allowed
+        ratio is removed from the loss and from the denominator of the loss. With the value null,
+        `reject` removes no token.
+    `veto`: the lowest token ratio p_train / p_rollout that a response may contain. A response with
+        a token ratio below `veto` is removed from the loss and from the denominator of the loss.
+        With the value null, `veto` removes no response.
     `normalise`: if true, every weight is divided by the mean weight over all kept tokens in the
         batch.
     """
@@ -119,8 +121,9 @@ class Correction:
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """Returns a detached tensor [N] of the factors that multiply the policy losses of the
-        tokens. With `normalise`, every factor is 0 if no token is kept, or if icepop gives every
-        kept token the weight 0."""
+        tokens. If `normalise` is true, the factor of a token is the weight of the token divided by
+        the mean weight of the kept tokens. If the mean weight of the kept tokens is 0 or NaN, every
+        factor is 0 instead. The mean weight is NaN if no token is kept."""
         weight = self.plain_weights(batch, statistics)
         if not self.normalise:
             return weight
@@ -128,8 +131,9 @@ class Correction:
         return torch.where(mean > 0, weight / mean, 0.0)
 
     def plain_weights(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns a tensor [N] of the weights before normalisation. A weight is 0 only if the mode
-        is icepop and the ratio lies outside the bounds."""
+        """Returns a tensor [N] of the weights before normalisation. Only the mode icepop gives
+        weights of 0. With icepop, a token whose ratio R lies outside the bounds gets the weight
+        0."""
         level = self._ratio(batch, known)
         match self.mode:
             case "truncate":
@@ -142,8 +146,8 @@ class Correction:
                 return level
 
     def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
-        """Returns a tensor [N] of the ratio R of each token. Depending on `level`, R is the token's
-        own ratio or the ratio of the token's response."""
+        """Returns the ratio R of each token, [N]. With the level 'token', R is the ratio of the
+        token alone. With 'sequence' and 'geometric', all tokens of a response share one ratio R."""
         own = _log_ratio(batch)
         if self.level == "token":
             return own.exp()

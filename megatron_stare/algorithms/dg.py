@@ -7,13 +7,13 @@ its advantage and surprisal.
 Rare tokens of right answers get a weight near 1. Rare tokens of wrong answers get a weight near 0.
 Tokens of high probability get a weight near 1/2. DG therefore acts like STARE's variant C2, but
 needs no quantile, no gate and no collective operation. The paper does not clip the ratio. In the
-paper, p is the probability of the sampled token under the policy that is being updated. The setting
-`statistics.surprisal: current` uses the paper's p. By default, p comes from the log-prob pass, and
-differs from the paper's p only if a batch gets several updates. The setting `entropy_target` is not
-in the paper. With `entropy_target`, DG uses the weight w only while the mean entropy of the batch
-is below the target. While the mean entropy is at or above the target, every token has the weight
-1/2. The weights w of a batch have a mean near 1/2. The size of a step therefore hardly changes when
-the entropy reaches the target.
+paper, p is the probability of the sampled token under the policy that is being updated. With the
+setting `statistics.surprisal: current`, DG also computes p under the policy that is being updated.
+By default, DG takes p from the log-prob pass. The default differs from the paper only if a batch
+gets several updates. The setting `entropy_target` is not in the paper. With `entropy_target`, DG
+uses the weight w only while the mean entropy of the batch is below the target. While the mean
+entropy is at or above the target, every token has the weight 1/2. The weights w of a batch have a
+mean near 1/2. The size of a step therefore hardly changes when the entropy reaches the target.
 """
 
 from __future__ import annotations

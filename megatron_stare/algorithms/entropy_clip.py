@@ -41,8 +41,10 @@ _FLAT = 1e-12
 
 
 def _spread_requests(x: Tensor, mask: Tensor, known: Statistics) -> dict[str, Request]:
-    """Requests the mean of x over the tokens in `mask`. Also requests the variance of x over the
-    tokens in `mask`, if `known` already contains the mean."""
+    """Returns a request for the mean of x over the tokens in `mask`. The variance of x is computed
+    from the mean, so the variance can be requested only after the mean is known. If `known`
+    contains the mean, the function also returns a request for the variance of x over the tokens in
+    `mask`."""
     asked: dict[str, Request] = {"clip/mean": Mean(x, mask)}
     if "clip/mean" in known:
         asked["clip/variance"] = Mean((x - scalar(known, "clip/mean")) ** 2, mask)
@@ -147,9 +149,9 @@ class ClipV(Grpo):
     `mu`: a threshold for the entropy sensitivity Phi of a token (sensitivity.py). A token with
         negative advantage is a candidate for removal if -Phi is larger than `mu` times the standard
         deviation of Phi.
-    `max_share`: the largest share of all tokens that Clip_V removes. If there are more candidates,
-        Clip_V removes the candidates with the lowest Phi. If there is at least one candidate,
-        Clip_V removes at least one token, even if one token is a larger share than `max_share`.
+    `max_share`: sets the limit on the number of tokens that Clip_V removes. Of N tokens in the
+        batch, Clip_V removes at most max(1, int(max_share N)). If the number of candidates is above
+        the limit, Clip_V removes the candidates with the lowest Phi.
     """
 
     aggregation: Aggregation = "token_mean"

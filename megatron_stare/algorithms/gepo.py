@@ -44,9 +44,14 @@ class Gepo(Reweighted):
     `weight_high`: the weight of negative advantages in prompt groups whose mean surprisal H_g is
         above the upper bound. `weight_high` must be below `weight_low`; otherwise the response
         length falls towards 0.
-    `spread_low`, `spread_high`: the distances of the two bounds from the mean of H_g over the
-        prompt groups, as multiples of the standard deviation of H_g over the prompt groups.
-    `rate`: r, the weight of the newest batch in the running averages of the two bounds.
+    `spread_low`: the number of standard deviations by which a batch's lower bound lies below the
+        batch's mean of H_g. Both the mean and the standard deviation are taken over the prompt
+        groups.
+    `spread_high`: the number of standard deviations by which a batch's upper bound lies above the
+        batch's mean of H_g. Both the mean and the standard deviation are taken over the prompt
+        groups.
+    `rate`: r, the weight of the newest batch in the running average of the lower bound and in the
+        running average of the upper bound.
     """
 
     weight_metric: ClassVar[str] = "gepo/weight"

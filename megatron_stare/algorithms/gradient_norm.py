@@ -14,9 +14,10 @@ of the gradient has these bounds:
 H is the entropy of p in nats. The bounds hold because the sum of squared probabilities satisfies
 e^-H <= sum_v p_v^2 <= 1 - C_V H^2. To compute the bounds, the probability p_a and the entropy H are
 enough. The exact norm requires p_a and sum_v p_v^2. The module vocab_parallel.py computes the sum
-of squared probabilities, sum_v p_v^2. Every token has its own logits, so the squared norms of
-tokens add up. At temperature T, the gradient is taken with respect to the logits before their
-division by T, so every norm has a factor 1 / T.
+of squared probabilities, sum_v p_v^2. Each logit belongs to exactly one token. The squared norm of
+a step's gradient is therefore the sum of |grad|^2 over all tokens. At temperature T, the step's
+gradient is taken with respect to the logits before their division by T, so the norm of the step's
+gradient has a factor 1 / T.
 """
 
 from __future__ import annotations

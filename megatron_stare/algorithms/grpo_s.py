@@ -138,9 +138,10 @@ class GrpoS(Clipped):
 
 
 def refuse_by_token(aggregation: Aggregation, correction: Correction | None) -> None:
-    """Raises ValueError if `aggregation` is not 'sequence_mean', or if `correction` compares or
-    rejects the ratios of single tokens. The loss is one number per response, so tokens cannot be
-    averaged or corrected separately."""
+    """Refuses settings that treat the tokens of a response separately. The function serves methods
+    that compute one importance ratio and one loss per response. Raises ValueError for an
+    `aggregation` other than 'sequence_mean', for a correction with the level 'token', and for a
+    correction with the setting `reject`."""
     if aggregation != "sequence_mean":
         raise ValueError("the loss is one number a response, so aggregation must be sequence_mean")
     if correction is not None and (correction.level == "token" or correction.reject is not None):

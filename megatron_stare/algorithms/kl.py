@@ -26,8 +26,8 @@ class ReferenceKl:
     `estimator`: 'k1', 'k2' or 'k3'. On-policy, the means of k1 and k3 are KL(p || p_ref), and the
         mean of k2 approximates KL(p || p_ref) near the reference. Of the three estimators, only k2
         has a mean gradient that equals the gradient of KL(p || p_ref). On-policy, the mean gradient
-        of k3 is the gradient of KL(p_ref || p), with the two policies exchanged. The gradient of k1
-        has mean zero, so k1 measures the KL divergence without changing the policy.
+        of k3 is the gradient of KL(p_ref || p), not of KL(p || p_ref). The gradient of k1 has mean
+        zero, so k1 measures the KL divergence without changing the policy.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

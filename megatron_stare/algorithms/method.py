@@ -81,12 +81,13 @@ class Method(ABC):
         gate for the whole batch is not such a reason, because this gate can use the entropies of
         the training pass.
 
-        A run can skip the log-prob pass (`statistics.gate: lagged`) only if `reads_log_prob_pass`
-        is None. A run without the log-prob pass makes one update per rollout batch. Without the
-        log-prob pass, `requests` gets NaN as old log-probs and entropies. Without the log-prob
-        pass, `control` runs after the training pass, because only the training pass computes
-        log-probs and entropies. Without the log-prob pass, `token_loss` gets the detached current
-        log-prob as the old log-prob.
+        The setting `statistics.gate: lagged` makes a run skip the log-prob pass. The preflight
+        checks refuse `lagged` if `reads_log_prob_pass` returns a reason. A run without the log-prob
+        pass makes one update per rollout batch. Without the log-prob pass, the trainer calls
+        `requests` both before and after the training pass. Before the training pass, the old
+        log-probs and entropies in the batch are NaN, because only the training pass computes
+        log-probs and entropies. Without the log-prob pass, `control` runs after the training pass,
+        and `token_loss` gets the detached current log-prob as the old log-prob.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
@@ -174,12 +175,13 @@ class Method(ABC):
         return state
 
     def observe(self, state: State, change: Tensor | None) -> State:
-        """Returns the state with which the next step starts. In runs with a log-prob pass, the
-        trainer calls `observe` after a step's first update, if `measures_every` asks for a
-        measurement in this step or the optimizer step was not taken. `change` is a 0-dim tensor.
-        The value of `change` is the mean entropy of the batch's tokens after the update, minus the
-        mean entropy of the same tokens before the update. If the optimizer step was not taken,
-        `change` is None. `observe` must not cause a host-device synchronisation."""
+        """Returns the state with which the next step starts. The trainer calls `observe` after the
+        first update of a step, but only in two cases: the step's number is a multiple of
+        `measures_every`, or the optimizer step was not taken. A run without the log-prob pass never
+        calls `observe`. `change` is a 0-dim tensor. The value of `change` is the mean entropy of
+        the batch's tokens after the update, minus the mean entropy of the same tokens before the
+        update. If the optimizer step was not taken, `change` is None. `observe` must not cause a
+        host-device synchronisation."""
         return state
 
     @abstractmethod
@@ -194,9 +196,9 @@ class Method(ABC):
         loss. The factor is 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns one code per token, a tensor [N] int8. The code of a token stands for the token
-        set that contains the token. The property `selects` lists the method's token sets. The codes
-        are meant for diagnostics and for people who read responses.
+        """Returns a tensor [N] int8 with one integer code for each token. The code tells which
+        token set contains the token. The property `selects` lists the method's token sets. The
+        codes are meant for diagnostics and for people who read responses.
 
         Code 1 is L+, the rare tokens of positive advantage, and -1 is L-, the rare tokens of
         negative advantage. Code 2 is U+, the common tokens of positive advantage, and -2 is U-, the

@@ -225,9 +225,10 @@ class PolicyGradient(Method):
         token has a policy loss if the filters kept the token and the token's correction weight is
         above 0.
 
-        Without a KL term and an entropy bonus, only tokens with a policy loss contribute. With a KL
-        term or an entropy bonus, a token contributes if the denominator of the loss counts the
-        token. The KL term and the entropy bonus also apply to tokens that have no policy loss.
+        If the loss has neither a KL term nor an entropy bonus, only tokens with a policy loss
+        contribute to the loss. If the loss has a KL term or an entropy bonus, every token that the
+        denominator of the loss counts contributes to the loss, because both terms also apply to
+        tokens without a policy loss.
         """
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted

@@ -84,7 +84,8 @@ def proxy_metrics(
 ) -> dict[str, Tensor]:
     """Returns the 0-dim metrics `forecast/precision_*` and `forecast/a_phi_*` of every set. The
     precision of an empty set is NaN. The unit of the metrics `forecast/a_phi_*` is nats per unit
-    step in the logits. At the sampling temperature T, the metrics in this unit have a factor 1 /
+    step. A unit step is not a training step: a unit step adds the vector A (one_hot(a) - p) to each
+    token's logits. At the sampling temperature T, the metrics `forecast/a_phi_*` have a factor 1 /
     T^2 (see sensitivity.py)."""
     found = {}
     for each in sets:

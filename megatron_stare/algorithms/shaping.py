@@ -54,13 +54,14 @@ class LengthPenalty:
     """Group Relative Overlong Punishment (GROP; GTPO and GRPO-S, arXiv 2508.04349, appendix D).
 
     A group is easy if its share of correct responses is at least `easy_from`, and hard if the share
-    is at most 1 - easy_from. Every other group is medium. Every easy or medium group has a typical
-    response length L = max((shortest + longest) / 2, mean). In an easy group, the typical length L
-    is computed from the lengths of the correct responses. In a medium group, L is computed from the
-    lengths of all of the group's responses. The penalty of a correct response of length n is 0 for
-    n < L, -(n - L) / (2 L) for n up to 2 L, and -1/2 for larger n. Hard groups get no penalty. A
-    medium group gets no penalty if at most half of its responses are correct; the paper leaves this
-    case open.
+    is at most 1 - easy_from. Every other group is of medium difficulty. Every group that is not
+    hard has a typical response length L = max((shortest + longest) / 2, mean). In an easy group,
+    the typical length L is computed from the lengths of the correct responses. In a group of medium
+    difficulty, the typical length L is computed from the lengths of both the correct and the wrong
+    responses. The penalty of a correct response of length n is 0 for n < L, -(n - L) / (2 L) for n
+    up to 2 L, and -1/2 for larger n. Hard groups get no penalty. A group of medium difficulty gets
+    no penalty if at most half of the group's responses are correct. The paper leaves open whether
+    such a group gets a penalty.
 
     `easy_from`: the lowest share of correct responses in an easy group. In the GROP paper,
         `easy_from` is called gamma_1. The paper gives no value for gamma_1.
@@ -114,10 +115,10 @@ def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
 
 
 def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
-    """Returns a tensor [G] with the typical response length of each prompt group. The typical
-    length is max((shortest + longest) / 2, mean), computed from the lengths of the responses for
-    which the mask `over`, [B] bool, is True. If the mask is False for all responses of a group, the
-    typical length of the group is 1."""
+    """Returns the typical response length of each prompt group, [G] float64. The typical length is
+    max((shortest + longest) / 2, mean). The mask `over`, [B] bool, selects the responses whose
+    lengths enter the formula. If the mask selects no response of a group, the typical length of the
+    group is 1."""
     infinite = torch.full((number,), torch.inf, dtype=n.dtype)
     low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
     high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")

@@ -3,10 +3,12 @@
 STAPO and STARE treat improbable tokens of correct answers differently. STAPO silences the
 improbable tokens of low entropy, and STARE amplifies all improbable tokens. Here the mask comes
 first. A token that STAPO's mask removes has no loss and is not one of STARE's candidates. Among the
-improbable tokens of correct answers, STARE therefore amplifies only tokens of high entropy. The
-divisor of the loss counts the tokens that STAPO's mask removes only if `spurious.denominator` is
-'all'. By default, STARE's gate uses the mean entropy of all response tokens, including the tokens
-that STAPO's mask removes. No paper proposes or tests the combination of STAPO and STARE.
+improbable tokens of correct answers, STARE therefore amplifies only tokens of high entropy. With
+the setting `spurious.denominator: all`, the divisor of the loss also counts the tokens that STAPO's
+mask removes. With the setting `spurious.denominator: kept`, the divisor leaves out the tokens that
+STAPO's mask removes. By default, STARE's gate uses the mean entropy of all response tokens,
+including the tokens that STAPO's mask removes. No paper proposes or tests the combination of STAPO
+and STARE.
 """
 
 from __future__ import annotations

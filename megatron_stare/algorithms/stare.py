@@ -1,10 +1,9 @@
 """STARE (arXiv 2606.19236) reweights advantages by surprisal while its target-entropy gate is open.
 
 While the mean entropy of the batch is below the target, STARE rescales the advantages of the tokens
-that change the entropy most. L+ is the set of the tokens with positive advantage whose surprisal is
-highest. L- is the set of the tokens with negative advantage whose surprisal is highest. L+ and L-
-each contain a fraction P of all tokens with the same sign of the advantage. A variant of STARE
-reweights L+, L- or both.
+that change the entropy most. Among the tokens with positive advantage, the fraction P with the
+highest surprisal forms the set L+. Among the tokens with negative advantage, the fraction P with
+the highest surprisal forms the set L-. A variant of STARE reweights L+, L- or both.
 
     w = 1 + g (W - 1) on L+      w = 1 - g (1 - M) on L-      w = 1 elsewhere
     g = 1[mean H < target]
@@ -268,8 +267,8 @@ class Stare(Grpo):
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """Returns one code per token, a tensor [N] int8. The code of a token stands for the token
-        set that contains the token. The codes do not depend on the gate."""
+        """Returns a tensor [N] int8 with one integer code for each token. The code tells which
+        token set contains the token. The codes do not depend on the gate."""
         found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
         for each in self.selects:
             found = torch.where(self.selection.members(each, kept, statistics), each.code, found)

@@ -14,10 +14,9 @@ Here c is a token's coefficient in the loss. Tokens whose Phi is not negative ke
 After the update the trainer measures y, the change in the mean entropy of the same tokens. The
 controller fits the line y = kappa u + d to the forecasts u and the measured changes y. The fit uses
 recursive least squares with a forgetting factor (Ljung, System Identification, 1999, section 11.2).
-The mean entropy of other tokens, such as the tokens of the next batch, changes by y + b. The number
-b is therefore the change of the mean entropy of other tokens minus y. A state estimator tracks b
-and the policy's mean entropy h. The inputs of the estimator are the mean entropy of every batch and
-the measured changes y. Before the next update:
+The mean entropy of other tokens, such as the tokens of the next batch, changes by y + b instead of
+y. A state estimator tracks the number b and the policy's mean entropy h. The inputs of the
+estimator are the mean entropy of every batch and the measured changes y. Before the next update:
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
@@ -104,9 +103,9 @@ class StarePredictive(Stare):
     `trust`: the weight of a batch's mean entropy in the filtered entropy.
     `forget`: the forgetting factor of the fit. Every new measurement multiplies the weights of all
         earlier measurements in the fit by `forget`.
-    `largest`: the largest rise of the entropy that the controller aims for in one step, as a
-        fraction of the target. If the target changes from this step to the next, the controller
-        adds the change of the target to the limited rise.
+    `largest`: a limit on the rise of the entropy in one step, as a fraction of the target. The
+        limit applies to the rise by which the controller closes the gap. The limit does not apply
+        to the change by which the controller follows a moving target.
     `floor`: the controller chooses W and M only if G+ is above `floor` times the running mean of
         G+.
     `measure_every`: the number of steps between measurements. A measurement takes one forward pass.

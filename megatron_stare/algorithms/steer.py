@@ -5,14 +5,15 @@
     exponential: w = exp(-k |O|) >= w_min        k = -ln w_min / max(max |O|, floor)
 
 The formula of O only approximates the entropy change that a token causes. The exact first-order
-change of the entropy is given by Phi (sensitivity.py). Phi contains a sum over the vocabulary, but
-O leaves out the terms of all tokens except the sampled one. With `statistics.surprisal: current`, p
-and rho come from the policy that is being updated, as in the authors' code. By default, the token's
-probability p comes from the log-prob pass, and the importance ratio rho is 1. This file takes the
-minimum and maximum over the whole batch, but the authors' code takes both per micro-batch. A single
-token with an extreme |O| therefore sets the scale for all tokens. In the authors' code, the weight
-function defaults to the linear map, but the main script sets the exponential map with w_min = 0.8.
-If |O| is the same for all tokens, the linear map gives every token the weight (w_min + w_max) / 2.
+change of the entropy is given by Phi (sensitivity.py). Phi contains a sum with one term for each
+token of the vocabulary. O contains a term for the sampled token only. With
+`statistics.surprisal: current`, p and rho come from the policy that is being updated, as in the
+authors' code. By default, the token's probability p comes from the log-prob pass, and the
+importance ratio rho is 1. This file takes the minimum and maximum over the whole batch, but the
+authors' code takes both per micro-batch. A single token with an extreme |O| therefore sets the
+scale for all tokens. In the authors' code, the weight function defaults to the linear map, but the
+main script sets the exponential map with w_min = 0.8. If |O| is the same for all tokens, the linear
+map gives every token the weight (w_min + w_max) / 2.
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ def ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 def clip(
     ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None
 ) -> Surrogate:
-    """Returns the clipped surrogate for any ratio. The ratio is one number per token, [N], or one
-    number per response, [B]."""
+    """Returns the clipped surrogate loss, [N], for given importance ratios. `ratio` [N] contains
+    one importance ratio for each token: the ratio of the token itself, or the ratio of the token's
+    response."""
     free = ratio * advantage
     bounded = ratio.clamp(1 - low, 1 + high) * advantage
     objective = torch.minimum(free, bounded)
@@ -90,8 +91,8 @@ def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
     """Returns for each token the mean of x over the loss-mask tokens of the token's response, [N].
     The mean is differentiable.
 
-    The mean is correct only if this batch contains all tokens of the response, or if
-    `batch.over_ranks` sums over ranks whose batches together contain all tokens of the response. A
+    If the tokens of a response are spread over several ranks, `batch.over_ranks` must sum over all
+    of these ranks. Without this sum, the returned mean would cover only a part of the response. A
     subclass of Method that calls `response_mean` must set the attribute `coupling` to 'sequence'.
     """
     if batch.sequence_lengths is None:

@@ -6,14 +6,14 @@
     O1 amplifies L+    O2 attenuates U+    O3 amplifies U-    O4 attenuates L-
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
-To first order, every operator raises the entropy (sensitivity.py). The rare tokens of an advantage
-sign are a fraction P of all tokens of this sign in the whole batch: the tokens with the highest
-surprisal. If a fixed probability bound is set, rare tokens are instead the tokens whose probability
-is below the bound. The paper does not define the common tokens. The field `Selection.common`
-chooses between two definitions of the common tokens. With 'complement', all tokens that are not
-rare are common. With 'bottom', the common tokens of an advantage sign are a fraction P of all
-tokens of this sign: the tokens with the lowest surprisal. The page docs/algorithms/stare.md gives
-the reasons for both definitions of the common tokens.
+To first order, every operator raises the entropy (sensitivity.py). Rare tokens are selected from
+the whole batch, separately for positive and for negative advantages. Among all tokens with the same
+advantage sign, the fraction P with the highest surprisal is rare. If a fixed probability bound is
+set, rare tokens are instead the tokens whose probability is below the bound. The paper does not
+define the common tokens. The field `Selection.common` chooses between two definitions of the common
+tokens. With 'complement', all tokens that are not rare are common. With 'bottom', among all tokens
+with the same advantage sign, the fraction P with the lowest surprisal is common. The page
+docs/algorithms/stare.md gives the reasons for both definitions of the common tokens.
 """
 
 from __future__ import annotations
@@ -120,11 +120,13 @@ class Selection:
         return found.k if of.rare or self.common == "bottom" else found.n - found.k
 
     def bound(self, of: TokenSet, statistics: Statistics) -> Tensor | float:
-        """Returns a surprisal in nats, the bound between the tokens of the set and the other tokens
-        with the same sign of the advantage. If the setting `share` determines which tokens are
-        rare, the bound is the surprisal of the least surprising rare token. If `common` is
-        'bottom', the common tokens are the tokens with the lowest surprisals, and their bound is
-        the highest surprisal of a common token."""
+        """Returns the surprisal, in nats, that separates the set from the other tokens with the
+        same advantage sign. If `rare_below` is a probability, the bound of every set is the
+        surprisal of a token with this probability. If `rare_below` is None, the bound depends on
+        the kind of set. The bound of a set of rare tokens is the lowest surprisal in the set. With
+        'bottom', the bound of a set of common tokens is the highest surprisal in the set. With
+        'complement', the bound of a set of common tokens is the lowest surprisal of a rare
+        token."""
         if self.rare_below is not None:
             return -math.log(self.rare_below)
         value = threshold(statistics, of.name).value

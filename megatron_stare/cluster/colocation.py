@@ -123,8 +123,8 @@ class Colocation:
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Context manager for the time in which the ranks copy a checkpoint's data to host memory.
-        Releases the servers' caches to make room for the optimizer state. At the end of the
-        context, the checkpoint's data must already be in host memory."""
+        Releases the servers' caches to make room for the optimizer state. Before the `with` block
+        ends, the ranks must have copied all of the checkpoint's data to host memory."""
         if not self._on or "optimizer" not in self._leaving:
             yield
             return

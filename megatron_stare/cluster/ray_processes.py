@@ -44,9 +44,11 @@ def prefer(variables: Mapping[str, str]) -> None:
 
 
 def own_folder() -> str:
-    """Returns the folder for the sockets and logs of a Ray that this process starts. The folder is
-    that of Ray's defaults: in RAY_TMPDIR, else in TMPDIR, else in /tmp. A TMPDIR whose path is too
-    long for sockets, as on many Slurm clusters, is not used."""
+    """Returns the folder for the sockets and logs of a Ray that this process starts. As in Ray's
+    default, the folder is the subfolder `ray` of a temporary directory. The environment variable
+    RAY_TMPDIR sets the temporary directory. If RAY_TMPDIR is not set, TMPDIR sets the temporary
+    directory. If neither variable is set, the temporary directory is /tmp. A TMPDIR whose path is
+    too long for sockets, as on many Slurm clusters, is ignored."""
     place = os.environ.get("TMPDIR", "/tmp")
     if len(os.fsencode(place)) > TMPDIR_BYTES:
         place = "/tmp"
@@ -69,13 +71,12 @@ def ended(node: Any) -> str | None:
 
 def half_started(error: BaseException) -> Any:
     """Returns Ray's record of the processes that a failed start of Ray left behind, or None if
-    there are no such processes.
+    there is no such record.
 
-    A failed start of Ray can leave processes behind. Unless `undo` is called, the processes of the
-    failed start run until this Python process ends. Ray keeps a record of the processes that a
-    failed start left behind. After a failed start, the record can be reached only through the
-    traceback of `error`: a local variable of a function in the traceback refers to the record. This
-    function therefore searches the traceback for the record.
+    A failed start of Ray can leave processes behind. The function `undo` ends the processes that
+    were left behind. Without a call of `undo`, the processes run until this Python process ends.
+    Ray does not return the record after a failed start. The record is the object `self` of a method
+    in the traceback of `error`. `half_started` therefore searches the traceback for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)
@@ -84,10 +85,10 @@ def half_started(error: BaseException) -> Any:
 
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
-    """Context manager for a `with` block that shuts Ray down. If an essential Ray process ended
-    before the shutdown, Ray leaves its worker processes running. If Ray left worker processes
-    running, the context manager waits up to `LEFT_S` seconds for these processes to end. The
-    context manager then kills the worker processes that have not ended."""
+    """Context manager for a `with` block that shuts Ray down. If the raylet or the GCS server ended
+    before the shutdown, the shutdown does not end the worker processes that the raylet started.
+    After such a shutdown, the context manager waits up to `LEFT_S` seconds for the worker processes
+    to end, and then kills the worker processes that still run."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
     started = [process for agent in agents for process in _below(agent)]
@@ -107,8 +108,8 @@ def nothing_left(node: Any) -> Iterator[None]:
 
 
 def undo(half: Any) -> None:
-    """Ends the processes that a failed start of Ray left behind. `half` is the result of
-    `half_started`: Ray's record of these processes, or None."""
+    """Ends the processes that a failed start of Ray left behind. The argument `half` is the value
+    that `half_started` returned. If `half` is None, `undo` does nothing."""
     if half is not None:
         with nothing_left(half):
             half.kill_all_processes(check_alive=False, wait=True)

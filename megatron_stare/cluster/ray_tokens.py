@@ -41,8 +41,9 @@ def require_token() -> None:
     token authentication is set or if the user already has a token. Otherwise, writes a new token to
     ~/.ray/auth_token. The write fails, for example, in a container whose user has no home
     directory. After a failed write, the token is only in the environment of this process and of its
-    child processes. Without a token, Ray itself would try the same write, and would not start if
-    the write failed."""
+    child processes. If there is no token when Ray starts, Ray itself writes a token to
+    ~/.ray/auth_token. If Ray's write fails, Ray does not start. `require_token` prevents the failed
+    start of Ray."""
     loader = AuthenticationTokenLoader.instance()
     given = os.environ.keys() & {MODE, TOKEN, TOKEN_PATH}
     if given or loader.has_token(ignore_auth_mode=True):
@@ -56,8 +57,8 @@ def require_token() -> None:
 
 def authenticate(address: str) -> None:
     """Connects to the head of the Ray cluster at `address`. If the head requires a token, switches
-    on Ray's token authentication in this process and its child processes. By default, the command
-    `ray start` starts a head that requires a token if the user has a token. By default, a run that
+    on Ray's token authentication in this process and its child processes. If the user has a token,
+    the command `ray start` by default starts a head that requires a token. By default, a run that
     starts Ray itself leaves a token in the user's file ~/.ray/auth_token. By default, a cluster
     that scripts/ray_up.sh started neither asks for tokens nor sends tokens. A driver with token
     authentication would refuse calls from a cluster that sends no tokens, so no actor would start.

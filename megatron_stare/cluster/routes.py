@@ -51,8 +51,8 @@ class Tried:
 
 
 class Hosts(Protocol):
-    """Processes on which this file tests connections and the sync folder. The tests run before the
-    processes host workers. RayWorkers implements this protocol."""
+    """Group of processes that take part in the tests of connections and of the sync folder. The
+    tests run before the processes host workers. RayWorkers implements this protocol."""
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
         """Starts a call of the method `name` on each process, and returns the handles of the

@@ -50,8 +50,8 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 class StateProof:
     """Fingerprint of the state of all ranks together. Equal states have equal fingerprints.
 
-    `log_probs`: maps the name of each policy to its log-probs [N], in nats,
-        of the tokens of a canary batch in canonical order.
+    `log_probs`: maps the name of each policy to a list of N log-probs, in nats. The list contains
+        one log-prob for each response token of a canary batch. The tokens are in canonical order.
     `sums`: maps each tensor's name to two numbers: the sum of the absolute values of the tensor's
         elements, and the sum of the squares of the tensor's elements.
     `counts`: maps the name of each step counter to the counter's value.
@@ -191,8 +191,9 @@ class TrainerGroup:
         self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any
     ) -> list[Any]:
         """Calls `method` on every worker, with the part of the batch that belongs to the worker's
-        data-parallel rank. All workers of one data-parallel rank use the same stored copy of this
-        part. They also use the same stored copy of a tensor in `args`."""
+        data-parallel rank. Each part is stored once, for all workers of the same data-parallel
+        rank. Each tensor among the arguments `args` is stored once, for all workers of the
+        trainer."""
         # A handle must be an argument by itself; one within a list would not be fetched.
         given = [self._workers.share(arg) if isinstance(arg, Tensor) else arg for arg in args]
         ranks = sorted(set(self._data_ranks))

@@ -1,6 +1,7 @@
 """Defines the causes that `megatron-stare bisect` considers if a run's recorded metrics seem to
-contradict the run's configuration. Also defines changes to a re-run of the run. Each change
-simulates one of the causes.
+contradict the run's configuration. Also defines changes to the settings or to the RL method of the
+run. `bisect` repeats the steps of the run with one change at a time. Each change simulates one of
+the causes.
 
 A change can replace the gate, the random draws or the importance correction of an RL method. The
 change is applied to the method object after preflight, so that the rest of the run stays the same.
@@ -70,8 +71,8 @@ class LeftOut:
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
     """Returns two lists. The first list contains all changes that bisect can make to a run with the
     configuration `config` and the method `method`. The second list contains one LeftOut for each
-    cause in CAUSES that has no change in the first list. The LeftOut names the cause, and gives the
-    reason why the cause has no change."""
+    cause in CAUSES that no change in the first list simulates. The LeftOut contains the name of the
+    cause, and the reason why bisect cannot simulate the cause in this run."""
     kind = resolve_engine(config.rollout.engine)
     found = [
         *_gate(method),
@@ -100,8 +101,10 @@ def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]
 def contradictions(
     config: Config, method: Method, record: Sequence[Mapping[str, float]]
 ) -> dict[str, str]:
-    """Returns a dict that maps a cause to the description of a contradiction between the record and
-    the configuration. The dict is empty if there is no contradiction.
+    """Returns a dict that describes a contradiction between the record and the configuration. The
+    dict has at most one entry, for the cause 'gate'. The entry describes the first step in which
+    the recorded gate is not in the state that the recorded entropy and the target require. The dict
+    is empty if there is no contradiction.
 
     A re-run of the steps cannot reveal contradictions between the record and the configuration. If
     a fault in the code caused a contradiction, the re-run executes the same faulty code and
@@ -227,7 +230,7 @@ def _engine(config: Config, kind: type) -> list[Change]:
 
 @dataclass(frozen=True)
 class ChangedRun(ResolvedRun):
-    """A run whose method differs from the method in the run's configuration.
+    """Run in which a changed RL method can replace the RL method from the configuration.
 
     `changed`: the changed method, which the run uses instead of the configured method. If `changed`
         is None, the run uses the configured method.
@@ -263,7 +266,9 @@ class _ClosedGate(_HeldGate):
 
 class _DrawsByPlace:
     """Mixin that simulates a fault: the random draws depend on the layout. The mixin computes the
-    random draw for a token from the token's position in its rank's batch."""
+    random number of a token from the token's position in the batch of one rank. The unchanged
+    method computes the random number from the token's canonical index, which is the same in every
+    layout."""
 
     def tickets(self: Any, batch: TokenBatch) -> Tensor:
         return uniform(

@@ -2,25 +2,30 @@
 functions are pure, and their inputs are the metrics of the steps.
 
 The recorded metrics of the run are called the record. The unchanged re-run repeats the steps with
-the configuration of the run. Each other re-run repeats the steps with one change, which simulates a
-possible cause (causes.py). `explain` counts the equal steps of each re-run: the steps before the
-first step whose metrics differ from the record. `explain` then searches in this order:
+the configuration of the run. Each changed re-run repeats the steps with one change, which simulates
+a possible cause (causes.py). `explain` compares every re-run with the record, step by step, and
+counts the steps before the first difference. The counted steps match the record. `explain` then
+searches in this order:
 
 1. If the unchanged re-run reproduces the record, `explain` checks whether the record contradicts
 the configuration. If the record does not contradict the configuration, `explain` continues with
 number 4.
 
-2. If the unchanged re-run does not reproduce the record, `explain` finds the change whose re-run
-has the most equal steps. The change explains the record if its re-run has more equal steps than the
-unchanged re-run.
+2. If the unchanged re-run does not reproduce the record, `explain` selects the changed re-run with
+the largest number of steps that match the record. If the selected re-run matches the record in more
+steps than the unchanged re-run does, the change of the selected re-run explains the record.
 
-3. If no re-run has more equal steps than the unchanged re-run, `explain` searches for a change that
-brings entropy, agreement and reward close to the record. Such a change explains the record.
+3. If no changed re-run matches the record in more steps than the unchanged re-run does, `explain`
+compares only entropy, agreement and reward. A change explains the record if at least one of the
+three is far from the record in the unchanged re-run, and all three are close to the record in the
+changed re-run.
 
-4. If no cause has been found so far, `explain` checks the harmless changes, such as another layout.
-In a correct run, a harmless change alters the metrics of the first step only by rounding errors. If
-a harmless change alters these metrics by more than rounding errors, the run is not correct, and the
-harmless change explains the record.
+4. If no cause has been found so far, `explain` looks at the re-runs with harmless changes, which
+alter only the size of the micro-batches or the number of data ranks. In correct code, a harmless
+change alters the metrics of the first step only by rounding errors. A larger difference between the
+first step of the changed re-run and the first step of the unchanged re-run reveals a fault in the
+code. If a harmless change reveals a fault, `explain` reports the change as the explanation of the
+record.
 """
 
 from __future__ import annotations
@@ -88,9 +93,9 @@ class Line:
         re-run, in standard errors.
     `missed`: for entropy, agreement and reward, the distance between this re-run and the record, in
         standard errors.
-    `breaks`: names of metrics of the first step. A metric is in `breaks` if its value in this
-        re-run differs from its value in the re-run without a change, and if the difference is
-        larger than a rounding error. If the change is not marked as harmless, `breaks` is empty.
+    `breaks`: names of metrics of the first step. A metric is in `breaks` if its values in this
+        re-run and in the unchanged re-run differ by more than a rounding error. If the change is
+        not marked as harmless, `breaks` is empty.
     `failed`: the reason why the re-run failed, or "" if the re-run succeeded.
     """
 
@@ -109,14 +114,14 @@ class Line:
 class Explanation:
     """Result of a bisection.
 
-    `reproduced`: true if the re-run without a change reproduces the record of all steps bit for
-        bit. If the run cannot be repeated bit for bit, smaller differences are allowed:
-        `reproduced` is also true if entropy, agreement and reward of the re-run without a change
-        lie within FAR standard errors of the record.
+    `reproduced`: true if the unchanged re-run reproduces the record. If the run can be repeated bit
+        for bit, the metrics of all steps must be equal to the record. For a run that cannot be
+        repeated bit for bit, differences of at most FAR standard errors in entropy, agreement and
+        reward are allowed.
     `cause`, `change`: the names of the cause and of the change that explain the record, or "" if
         nothing explains the record.
     `why`: explanation of the result in words.
-    `lines`: results of the re-runs; the re-run without a change comes first.
+    `lines`: results of the re-runs. The result of the unchanged re-run comes first.
     `record`: the medians of entropy, agreement and reward over the recorded steps of the run.
     """
 
@@ -219,8 +224,8 @@ def explain(
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
     """Tells whether entropy, agreement and reward of a changed re-run are close to the record of
     the run. The arguments `line` and `base` are the results of the changed and of the unchanged
-    re-run. `departs` contains the names of the figures (entropy, agreement or reward) for which the
-    unchanged re-run is far from the record."""
+    re-run. `departs` contains the name 'entropy', 'agreement' or 'reward' if the unchanged re-run
+    differs from the record in this quantity by more than FAR standard errors."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
@@ -306,9 +311,9 @@ def _median(figure: str, rows: Sequence[Row]) -> float:
 
 
 def _noise(figure: str, rows: Sequence[Row]) -> float:
-    """Estimates the standard deviation of the noise in a figure (entropy, agreement or reward). The
-    estimate uses the differences between successive steps, so that a trend does not count as
-    noise."""
+    """Estimates the standard deviation of the noise in entropy, agreement or reward. The argument
+    `figure` names the quantity. The estimate uses the differences between successive steps, so that
+    a trend does not count as noise."""
     values = _values(figure, rows)
     steps = [b - a for a, b in itertools.pairwise(values)]
     if not steps:
@@ -320,10 +325,10 @@ def _noise(figure: str, rows: Sequence[Row]) -> float:
 def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns the distance between two series of steps for each of the figures entropy, agreement
-    and reward. The unit of a distance is the standard error of the median difference. The series
-    are compared step by step. If the distance of a figure cannot be computed, the result has no
-    entry for the figure."""
+    """Compares two series of steps, step by step, in entropy, agreement and reward. Returns a dict
+    that maps the name of each quantity to the median difference between the two series. The unit of
+    the median difference is its standard error. A quantity has no entry in the dict if no step has
+    finite values in both series, or if the noise of the quantity is unknown."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]
