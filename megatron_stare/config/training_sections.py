@@ -165,8 +165,8 @@ class StatisticsConfig(Section):
         "old",
         description=(
             "source of surprisals, and of the entropies that methods select or weigh tokens by: the"
-            " log-prob pass (old); an extra pass over the mini-batch before each optimizer step"
-            " (current); or, for surprisals only, the engine (rollout)"
+            " log-prob pass (old); an extra pass over the mini-batch before each further optimizer"
+            " step (current); or, for surprisals only, the engine (rollout)"
         ),
     )
     gate: Literal["exact", "lagged"] = Field(

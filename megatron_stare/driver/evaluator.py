@@ -73,7 +73,7 @@ class Evaluator:
             version: version of the weights. Weights of this version must sample every token.
             progress: receives the number of finished responses and the number of wanted responses.
                 Sampled and greedy responses count together.
-            kept: stored responses, which are not sampled again. New responses are added to `kept`.
+            kept: stored responses; see `responses`. New responses are added to `kept`.
 
         Raises:
             UserError: an engine or environment failed, or too many verifier calls failed. The error

@@ -51,6 +51,7 @@ from megatron_stare.environments import sandboxes
 from megatron_stare.process import versions as package_versions
 from megatron_stare.process.versions import loaded_nccl
 from megatron_stare.rollout.engines.replicas import server_release
+from megatron_stare.rollout.engines.sglang import replica
 
 # `nvidia-smi topo -m` of a machine whose second pair of GPUs is on the other socket; its header is
 # underlined
@@ -346,8 +347,11 @@ def test_a_collective_whose_limit_hides_a_hang() -> None:
     assert "faults.requests.collective_s" in found.mend
 
 
-def test_a_server_of_another_release_and_none(tmp_path: Path) -> None:
-    """Asked of a Python for real; this environment's has no server."""
+def test_a_server_of_another_release_and_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of a Python for real; this environment's has no server. A wheel that is told of no
+    server's Python has a finding, too."""
     version, supported = server_release(
         run("rollout.engine=sglang", f"sglang.python={sys.executable}")
     ) or ("", ())
@@ -360,6 +364,10 @@ def test_a_server_of_another_release_and_none(tmp_path: Path) -> None:
         None,
         supported,
     )
+    with monkeypatch.context() as wheel:
+        wheel.delenv(replica.PYTHON_VARIABLE, raising=False)
+        wheel.setattr(replica, "ENVIRONMENT", None)
+        assert server_release(run("rollout.engine=sglang")) == (None, supported)
     assert server_release(run()) is None  # no servers are started
     assert wrong([check_server_version("0.4.1", supported)])["server environment"].seen.startswith(
         "0.4.1, not one of"

@@ -155,14 +155,16 @@ class SGLangReplica(Replica):
     def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
         if config.sglang.urls:
             return None
-        asked = [
-            sglang_python(config),
-            "-c",
-            "from importlib.metadata import version; print(version('sglang'))",
-        ]
+        asked = "from importlib.metadata import version; print(version('sglang'))"
         try:
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(
+                [sglang_python(config), "-c", asked],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired, ConfigError):  # a wheel has no checkout
             return None, SUPPORTED_VERSIONS
         return (done.stdout.strip() if done.returncode == 0 else None), SUPPORTED_VERSIONS
 
