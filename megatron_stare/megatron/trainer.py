@@ -508,8 +508,8 @@ class Trainer:
         return self._prepared.send_own()
 
     def forget_weights(self) -> None:
-        """Deletes the weight files that this rank has written for the engines. Does nothing if this
-        rank sends weights without files."""
+        """Deletes the weight files that this rank has written for the engines. Does nothing if the
+        engines do not read the weights from files."""
         if self._stage_send is not None:
             self._stage_send.forget()
 
@@ -600,8 +600,9 @@ class Trainer:
 
     def verify(self, folder: str) -> None:
         """Verifies the checksums of this rank's share of a checkpoint's tensor files. Raises
-        DataError if a file changed since it was written. A checkpoint that an earlier release wrote
-        has no checksums, so the verification always succeeds."""
+        DataError if a file changed since it was written. Checkpoints of earlier releases contain no
+        checksums. For a checkpoint without checksums, `verify` checks no file and raises no
+        error."""
         sums, layout = read_manifest(Path(folder)) or {}, self.policy.layout
         mine = shares(tensors_of(sums), layout.world)[layout.rank]
         check_bytes(Path(folder), mine, self.config.checkpoint.writers)

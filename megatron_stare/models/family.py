@@ -64,8 +64,9 @@ class Served:
         experts.
     `an_expert`: number of tensors per expert in the stack, used only if `count` is None.
     `dtype`: dtype of the server's parameter, or None for the server's compute dtype.
-    `whole`: whether every rank of a server holds the whole parameter, even if the trainer's ranks
-        each hold a part of the tensor.
+    `whole`: true if every rank of a server holds a complete copy of the server's parameter. The
+        trainer can split the Hugging Face tensor over the trainer's ranks, independently of
+        `whole`.
     `at_once`: whether all stacked tensors must be passed to the server in one call.
     """
 

@@ -1,5 +1,5 @@
-"""Defines the model family Llama (Llama 2 and 3), whose layers are the layers of the base class
-ModelFamily."""
+"""Defines the model family Llama (Llama 2 and 3). The base class ModelFamily already describes the
+layers of Llama models."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def yarn_factors(rope: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns two scale factors for YaRN's cosines and sines, both computed by the library
-    transformers. The first factor is the factor that transformers uses with the given parameters.
-    The second factor is the factor that transformers uses if `attention_factor` is removed from
-    `rope`. Neither factor depends on the parameter `attn_factor`.
+    """Returns two scale factors for YaRN's cosines and sines. The library transformers computes
+    both factors. The first factor is computed from the given parameters `rope`. The second factor
+    is computed from a copy of `rope` without the parameter `attention_factor`. Neither factor
+    depends on the parameter `attn_factor`.
 
     Args:
         rope: rotary parameters of type yarn.

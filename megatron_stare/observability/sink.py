@@ -76,12 +76,16 @@ class Sink:
     Sinks are constructed whenever a run is checked, even with `--dry-run`, so a constructor must
     not open any file or connection. A sink opens its files and connections in `start` or `resume`.
     A sink's settings are the keyword-only parameters of the sink's constructor. All calls come from
-    the driver's thread. An error in `start` or `resume` ends the run before training begins. The
-    only exception is a run that resumes automatically, after the loss of a process or after a
-    rollback: the monitor reports the error in `resume`, and the run continues without the sink. An
-    error in any other call is reported once, and the run continues. Even after an error, the sink
-    receives later calls, because the cause, such as a full disk or a lost network connection, may
-    be gone by then. If the sink is `essential`, an error in any call ends the run.
+    the driver's thread.
+
+    An error in any call of an essential sink ends the run. The attribute `essential` marks a sink
+    as essential. An error in `start` or `resume` of a sink that is not essential also ends the run,
+    before training begins. If a run resumes automatically, after the loss of a process or after a
+    rollback, an error in `resume` of a sink that is not essential does not end the run. The monitor
+    then reports the error, and the run continues without the sink. An error in any other call of a
+    sink that is not essential is reported once, and the run continues. Even after the error, the
+    sink receives later calls, because the cause of the error, such as a full disk or a lost network
+    connection, may be gone by then.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run

@@ -327,10 +327,10 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Checks that a loss does not couple tokens. Raises RuntimeError if the slopes `used` and the
-    slopes `slope` differ by more than rounding errors can explain. Slopes that differ by more than
-    rounding errors show that the loss of one token depends on other tokens. On a GPU, the error is
-    raised at the next synchronisation.
+    """Checks that a loss does not couple tokens. If a slope in `used` differs from the same slope
+    in `slope` by more than a rounding error, the loss of one token depends on other tokens.
+    `_check_local` then raises RuntimeError. On a GPU, the error is raised at the next
+    synchronisation.
 
     Args:
         used: the slopes from which the gradient was computed.

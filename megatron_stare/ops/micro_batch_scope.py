@@ -1,6 +1,6 @@
-"""Computes a method's statistics separately for each micro-batch of each rank. Published code also
-computes its selection thresholds separately for each micro-batch. This module exists only for
-comparisons with published code.
+"""Computes a method's statistics separately for each micro-batch of each rank. Published code, such
+as the released code of STARE, selects tokens separately within each micro-batch. This module exists
+only for comparisons with published code.
 
 Thresholds, quantiles, counts, means, maxima and sums over tokens are computed from one micro-batch
 alone. Two kinds of statistics still cover the whole batch: the number of tokens by which the loss
@@ -79,9 +79,9 @@ def summary(
     group: ProcessGroup | None,
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
-    """Returns a copy of `whole`, the statistics of the whole batch, for the log. In the returned
-    statistics, summaries over the micro-batches replace the selection thresholds and the quantiles
-    of the whole batch.
+    """Returns a copy of `whole`, the statistics of the whole batch, for the log. The copy differs
+    from `whole` only in the selection thresholds and in the quantiles. In the copy, every threshold
+    and every quantile summarises the values of the micro-batches.
 
     The numbers of selected tokens are summed over the micro-batches. Thresholds and quantiles are
     averaged over the micro-batches in which the threshold or the quantile is defined. In an

@@ -11,8 +11,8 @@ that is all-reduced over the ranks. Keys are neither gathered from other ranks n
 shorter lists, and the host never waits for the device. Because all keys differ, there are no ties,
 and the same tokens are selected in every layout.
 
-Shape legend: S is the number of selections whose keys one call of `kth_largest` finds. N is the
-number of positions that this rank holds.
+Shape legend: S is the number of selections in one call of `kth_largest`, which finds one key for
+each selection. N is the number of positions that this rank holds.
 """
 
 from __future__ import annotations
@@ -147,12 +147,16 @@ def _sums(
 
 
 def _exact_parts(x: Tensor) -> Tensor:
-    """Splits the sum of x into parts that can be added over ranks. Returns a float64 tensor of 1 +
-    len(_UNITS) parts. The first part is the sum of all values in x whose magnitude is `_MOST` or
-    more, including inf and NaN. Each of the other parts belongs to one unit in `_UNITS`, and counts
-    how many whole units the values contain. Whole numbers are added without rounding, so the order
-    of values and ranks does not matter. If the rest of a value is smaller than the smallest unit,
-    the function drops this rest."""
+    """Splits the sum of x into several numbers, which are then added over ranks. Returns these
+    numbers as a float64 tensor [1 + len(_UNITS)].
+
+    The first number is the sum of all values in x whose magnitude is `_MOST` or more, including inf
+    and NaN. Each other number belongs to one unit in `_UNITS`. The function writes every value
+    below `_MOST` as a sum of whole multiples of the units, beginning with the largest unit. The
+    number that belongs to a unit is the sum of the multiples of this unit over all values. Float64
+    adds whole multiples without rounding, so the order of values and ranks does not matter. The
+    function drops the part of a value that is smaller than the smallest unit.
+    """
     small = x.abs() < _MOST
     sums, left = [torch.where(small, 0.0, x).sum()], torch.where(small, x, 0.0)
     for unit in _UNITS:

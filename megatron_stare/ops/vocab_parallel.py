@@ -268,15 +268,21 @@ def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Computes the sum t or the sum u for each of the N rows of logits. Both t and u are sums of
-    the products d w over the columns of all ranks, where w is the weight of a column. Here z is a
-    row's logits, m is the maximum of z over the columns of all ranks, and d is (z - m) /
-    temperature. In the sum t, the weight w is exp(d). In the sum u, the weight w is exp(d)^2. Every
-    argument is a tensor [R, N] with one value for each rank and each row of logits. The argument
-    s_r contains each rank's sum of w over the rank's own columns, and t_r contains each rank's sum
-    of the products d w over the same columns. The sums s_r and t_r of a rank use the rank's own
-    maximum m_r instead of m. The argument `shift` is (m_r - m) / temperature: the number that must
-    be added to a rank's own value (z - m_r) / temperature to obtain d. The argument `scale` is the
-    factor by which a rank's own weight must be multiplied to obtain w. For the sum t, `scale` is
-    exp(shift). For the sum u, `scale` is exp(shift)^2."""
+    """Computes the sum t or the sum u for each of the N rows of logits.
+
+    In the formulas, z is a row's logits, m is the maximum of z over the columns of all ranks, and d
+    is (z - m) / temperature. For each row, t is the sum of d exp(d) over the columns of all ranks,
+    and u is the sum of d exp(d)^2 over the same columns. In the sum t, let w be exp(d). In the sum
+    u, let w be exp(d)^2. Every argument is a tensor [R, N] with one value for each rank and each
+    row of logits.
+
+    Args:
+        t_r: each rank's sum of d w over the rank's own columns, computed with the rank's own
+            maximum m_r instead of m.
+        s_r: each rank's sum of w over the rank's own columns, also computed with m_r instead of m.
+        shift: (m_r - m) / temperature, the number that must be added to (z - m_r) / temperature to
+            obtain d.
+        scale: factor by which a rank's own weight w must be multiplied to obtain the w that belongs
+            to m: exp(shift) for the sum t, and exp(shift)^2 for the sum u.
+    """
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

@@ -171,8 +171,8 @@ class StageSend:
             pass
 
     def forget(self) -> None:
-        """Deletes the weight files that this rank has written for the engines. Does nothing if this
-        rank sends weights without files."""
+        """Deletes the weight files that this rank has written for the engines. Does nothing if the
+        engines do not read the weights from files."""
         if self._sender is not None:
             self._sender.forget()
 

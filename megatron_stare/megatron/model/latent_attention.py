@@ -61,15 +61,16 @@ def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) ->
 
 
 class TokenRotary(RotaryEmbedding):
-    """Computes rotary angles. For packed sequences without cu_seqlens_q, TokenRotary computes the
-    angles from the positions in `PackedSequences.tokens`. If the sequences are not packed, or have
-    cu_seqlens_q, Megatron's RotaryEmbedding computes the angles."""
+    """Computes rotary angles. If the sequences are packed and `PackedSequences.cu_seqlens_q` is
+    None, TokenRotary computes the angles from the positions in `PackedSequences.tokens`. If the
+    sequences are not packed, or if `cu_seqlens_q` is given, the base class RotaryEmbedding of
+    Megatron computes the angles."""
 
     def get_rotary_seq_len(self, *args: Any) -> Any:
-        """Returns the tokens' positions [t] for packed sequences in which `cu_seqlens_q` is None.
-        If the sequences are not packed, or have `cu_seqlens_q`, returns the sequence length that
-        Megatron computes. The first argument of `forward` is either a tensor of positions or a
-        sequence length."""
+        """Returns the value that Megatron passes to `forward` as the first argument. If the
+        sequences are packed and `PackedSequences.cu_seqlens_q` is None, the value is a tensor [t]
+        with the position of each token. Otherwise, the value is the sequence length that Megatron
+        computes."""
         packing = args[-1]
         if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
             return packing.tokens

@@ -1,12 +1,12 @@
 """Implements routing replay. In the log-prob pass and in the training pass, the trainer sends each
 token to the experts that the rollout engine chose for the token.
 
-The rollout engine and the trainer round numbers differently. The engine and the trainer can
-therefore rank a token's k-th and (k+1)-th expert in opposite order. A swap of two experts changes
-the token's log-prob by far more than rounding does ("R3", Ma et al. 2025, arXiv:2510.11370). If the
-trainer replays the engine's choice of experts, the log-probs of engine and trainer differ only by
-rounding. The gate values come from the trainer's own logits at the replayed experts, so the router
-still learns.
+The rollout engine and the trainer round numbers differently. If two experts have nearly equal
+router logits for a token, the engine and the trainer may choose different experts. A different
+choice of experts changes the token's log-prob by far more than rounding does ("R3", Ma et al. 2025,
+arXiv:2510.11370). If the trainer replays the engine's choice of experts, the log-probs of engine
+and trainer differ only by rounding. The gate values come from the trainer's own logits at the
+replayed experts, so the router still learns.
 
 Shape legend: a micro-batch has b rows, and this rank holds s positions of each row. A router of
 this rank therefore processes t = s b tokens. L = layers of the model, K = experts per token, E =

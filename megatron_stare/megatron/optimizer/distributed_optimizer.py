@@ -1,18 +1,21 @@
-"""Describes the state of Megatron's DistributedOptimizer as parts of the whole model's tensors,
-without gathering the state.
+"""Describes the state of Megatron's DistributedOptimizer as ShardedTensors, without gathering the
+state. A ShardedTensor contains a block of a global tensor, and the position of the block in the
+global tensor. The global tensor belongs to the whole model, and is not divided over ranks.
 
-A data-parallel rank holds a contiguous range of each parameter's elements, called a stretch. A
+A data-parallel rank updates a contiguous range of a parameter's elements, called a stretch. A
 stretch may begin and end within a row of the parameter. Megatron's checkpoint formats for the
 optimizer's state have disadvantages. By default, the format `fully_reshardable` gathers the
 complete optimizer state on every data-parallel rank. The format `dp_reshardable` saves the
 optimizer's own buckets. A run that resumes from a checkpoint in the format `dp_reshardable` may
 change the number of data-parallel ranks, but no other part of the layout. The format
 `fully_sharded_model_space` was designed to work without a gather and to allow any change of the
-layout, but megatron-core 0.16 and 0.19 raise an error for this format. This module instead cuts a
-stretch into boxes: one box for the whole rows of the stretch, and further boxes for the partial
-rows at its two ends. A box is a block of the tensor, with a start and a size in each dimension,
-like every ShardedTensor in Megatron's checkpoints. With boxes, nothing is gathered. In every
-parallel layout, a rank saves and loads only boxes whose elements the rank itself updates.
+layout, but megatron-core 0.16 and 0.19 raise an error for this format.
+
+This module instead divides the elements that a rank updates into rectangular blocks, called boxes.
+The complete rows that a rank updates form one box. If the rank's range begins or ends within a row,
+the elements of the incomplete row form further boxes. Each box has a start and a size in every
+dimension, as a ShardedTensor requires. A rank saves and loads only the optimizer state of the
+elements that this rank updates, so no rank gathers the state.
 
 The float32 master weights (masters) of 16-bit parameters are saved as float32. On load, the masters
 are converted to the form in which the optimizer stores masters. By default, Megatron's distributed
@@ -20,10 +23,10 @@ optimizer holds the master weights, and passes the master weights to the inner o
 tensors to update. A precision-aware distributed optimizer holds no master weights, and passes the
 16-bit parameters to the inner optimizer as the tensors to update. The inner optimizer then keeps
 the master weights in its own state, under the key "master_param". A bfloat16 parameter is its
-float32 master, rounded to the upper 16 bits. For a bfloat16 parameter, Transformer Engine's
-FusedAdam therefore keeps only the lower 16 bits of the master. For parameters that are not
-bfloat16, FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its masters on the
-host, and its state contains the masters as "master_param".
+float32 master, rounded to bfloat16. For a bfloat16 parameter, Transformer Engine's FusedAdam
+therefore keeps only the lower 16 bits of the master. For parameters that are not bfloat16,
+FusedAdam keeps the masters in float32. HybridDeviceOptimizer updates its masters on the host, and
+its state contains the masters as "master_param".
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ def read_master(updated: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Returns the float32 master weights [n] of the n elements that this rank updates in one
     parameter. If the optimizer stores complete float32 master weights, the returned tensor shares
     memory with the optimizer's tensor. If the optimizer stores only the lower 16 bits of each
-    master weight, the bfloat16 parameter contains the upper 16 bits, rounded. In this case, the
-    returned tensor is a new tensor, computed from the two halves.
+    master weight, the returned tensor is a new tensor. The new tensor is computed from the stored
+    lower bits and from the bfloat16 parameter, which is the master weight rounded to bfloat16.
 
     Args:
         updated: [n] tensor that the optimizer updates.
@@ -117,8 +120,8 @@ def parted(values: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yields boxes that together cover the elements [start, stop) of a tensor of this `shape`.
-    Elements are numbered in row-major order."""
+    """Yields rectangular blocks (boxes) that together cover the elements [start, stop) of a tensor
+    of this `shape`. Elements are numbered in row-major order."""
     if start >= stop:
         return
     if not shape:
@@ -191,8 +194,8 @@ def _shards(
     optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[_Stretch, dict[str, Tensor], list[ShardedTensor]]]:
     """Yields three values for each stretch of this rank: the _Stretch, a dict of the tensors that a
-    checkpoint saves for the stretch, and a list of ShardedTensors. The ShardedTensors describe the
-    saved tensors as parts of the whole model's tensors."""
+    checkpoint saves for the stretch, and a list of ShardedTensors. Each ShardedTensor contains a
+    block of one of the saved tensors, and the position of the block in the global tensor."""
     found, _ = extract_sharded_tensors_and_factories(dict(parameters))
     whole = {id(part.data): part for part in nested_values(found)}
     for stretch in _stretches(optimizer):
@@ -205,7 +208,7 @@ def _shards(
 
 
 def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
-    """Yields, for every parameter, the stretch of elements that this rank updates."""
+    """Yields one _Stretch for each parameter of which this rank updates at least one element."""
     for ranges_by_dtype in optimizer.gbuf_ranges:
         for buckets in ranges_by_dtype.values():
             for bucket in buckets:
@@ -222,8 +225,8 @@ def _parts(
     whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
 ) -> Iterator[ShardedTensor]:
     """Yields ShardedTensors for the elements [start, stop) of a parameter. Each ShardedTensor
-    contains a box, which is a rectangular block of one of the tensors in `held`. The ShardedTensor
-    also states the position of the box in the tensor of the whole model.
+    contains a rectangular block of one of the tensors in `held`. The ShardedTensor also states the
+    position of the block in the global tensor, which is not divided over ranks.
 
     Args:
         held: tensors [stop - start] by kind.

@@ -150,10 +150,12 @@ class Outcome:
     `finite`: false if the gradient or the loss was not finite. If the gradient overflowed only
         because the loss scale was too large, `finite` stays true, and `skipped` is true.
     `empty`: true if the batch contained no token with a loss.
-    `skipped`: whether the step was skipped because the loss scale was too large for float16. The
-        next update uses a smaller loss scale, or the same loss scale if fewer than
-        `optimizer.hysteresis` overflows have occurred since the loss scale last grew.
-    `held`: true if no step was taken because the gradient norm was finite but above its limit.
+    `skipped`: true if the step was skipped because the loss scale was too large and the gradient
+        overflowed. Only float16 training has a loss scale. The first `optimizer.hysteresis` - 1
+        overflows since the loss scale last grew leave the loss scale unchanged. Every later
+        overflow makes the loss scale smaller.
+    `held`: true if the gradient norm was finite but larger than the argument `norm_limit` of
+        `take_step`. In this case, `take_step` does not update the parameters.
     """
 
     grad_norm: float

@@ -1,5 +1,6 @@
-"""Describes each rank's optimizer state as parts of the whole model's tensors, so that a checkpoint
-does not depend on the parallel layout.
+"""Describes each rank's optimizer state as blocks of global tensors, which belong to the whole
+model and are not divided over ranks. A checkpoint of the optimizer state therefore does not depend
+on the parallel layout.
 
 If experts are divided over ranks, Megatron has a separate optimizer for experts. If experts are not
 divided over ranks, one optimizer updates all parameters. Megatron's own checkpoints contain the
@@ -11,11 +12,12 @@ every step.
 Adam's bias correction needs the step count, which is saved and restored for every kind of Adam.
 Torch's AdamW stores the step count once per parameter, as a tensor. The FusedAdam optimizers of
 Transformer Engine and Apex store the step count once per parameter group, as a number. FusedAdam
-creates the step count at its first step, so the place of the step count is not visible in a new
-optimizer. `step_place` therefore lets the optimizer update a probe, which is a parameter with one
-element. `step_place` then looks where the optimizer has stored the step count. Updating a probe
-works for AdamW and for both FusedAdam optimizers. A HybridDeviceOptimizer cannot update a probe, so
-`step_place` then updates a probe with a new optimizer, as `_place_on_the_host` describes.
+creates the step count only when it takes its first step, so a new FusedAdam does not show where it
+stores the step count. `step_place` therefore lets the optimizer update a dummy parameter with one
+element. `step_place` then looks where the optimizer has stored the step count. AdamW and both
+FusedAdam optimizers can update a dummy parameter, but a HybridDeviceOptimizer cannot. For a
+HybridDeviceOptimizer, `step_place` creates a new optimizer of the same class as the host
+optimizers, and lets the new optimizer update a dummy parameter (see `_place_on_the_host`).
 """
 
 from __future__ import annotations
@@ -174,10 +176,11 @@ def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
     """Finds where the host optimizers of a hybrid optimizer keep their step count. All host
     optimizers have the same class.
 
-    After a step, a host optimizer looks up the device copy of each of its parameters. A probe
-    parameter has no device copy, so a host optimizer cannot update the probe. The function
-    `_place_on_the_host` therefore calls `step_place` with a new optimizer, which has no device
-    copies. The new optimizer has the same class and settings as the first host optimizer.
+    After a step, a host optimizer looks up the device copy of each of its parameters. The dummy
+    parameter of `step_place` has no device copy, so a host optimizer cannot update the dummy
+    parameter. The function `_place_on_the_host` therefore calls `step_place` with a new optimizer,
+    which has no device copies. The new optimizer has the same class and settings as the first host
+    optimizer.
     """
     if not optimizer.cpu_optimizers:
         return StepPlace()

@@ -146,8 +146,8 @@ def measured_change(
 def token_numbers(
     objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]
 ) -> TokenNumbers:
-    """Returns the fields of TokenNumbers, one value per token. The result covers the tokens of
-    `samples` that are in this rank's micro-batches of the update. The returned values stay on the
+    """Returns the TokenNumbers of the tokens in `part` that belong to one of the samples in
+    `samples`. The returned TokenNumbers has one row per token. The returned values stay on the
     device, and the call does not wait for the device.
 
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
@@ -161,7 +161,8 @@ def token_numbers(
     Args:
         objective: the update's objective.
         tokens: this rank's N positions with the log-probs and entropies of the log-prob pass.
-        part: the mini-batch's micro-batches.
+        part: this rank's micro-batches of the mini-batch.
+        samples: indices of samples in the rollout batch.
     """
     push = push_of(tokens, part.micro_batches, objective.loss)
     here = torch.isin(part.sequence, torch.tensor(samples))

@@ -119,8 +119,8 @@ class Objective:
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
         """Returns a dict that maps the name of each metric of the update to a `Request`. A
         `Request` asks for a sum, a maximum or a mean over the mini-batch's tokens. Each `Request`
-        contains a tensor that `loss` logged on this rank, but the metric's value covers the tokens
-        of all ranks."""
+        contains the values that `loss` logged for this rank's tokens. The answer to a `Request`
+        combines the values of all ranks, so each metric covers the tokens of all ranks."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),

@@ -243,10 +243,11 @@ class Step:
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Returns a list with one TokenNumbers for each update of the first epoch. The TokenNumbers
-        of an update describes the tokens of the watched samples in this rank's part of the
-        mini-batch. The argument `watched` of `update` lists the watched samples. If `watched` is
-        empty, `update` adds no TokenNumbers to the list. Waits for the device.
+        """Returns a list with one TokenNumbers for each update of the first epoch. Each
+        TokenNumbers in the list contains values for this rank's tokens in the update's mini-batch.
+        Only tokens of watched samples are included. The argument `watched` of `update` lists the
+        watched samples. If `watched` is empty, `update` adds no TokenNumbers to the list. Waits for
+        the device.
 
         Returns an empty list on all ranks except the first rank of each tensor-parallel group of
         the last pipeline stage.
@@ -315,11 +316,18 @@ class Step:
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
     def _observe(self, part: RankBatch, *, taken: bool) -> dict[str, Tensor]:
-        """Measures how much the first update changed the entropy, if this step measures the change,
-        and passes the change to the method. Also tells the method if the optimizer step was not
-        taken. All ranks must call `_observe`. Returns a dict with the metric
-        `forecast/measured_change`. The dict is empty if the change was not measured, and on all
-        pipeline stages but the last."""
+        """Measures how much the first update changed the mean entropy of the mini-batch's tokens.
+        The method's `measures_every` and the setting `observability.measured_every` determine in
+        which steps the change is measured. If the optimizer step was not taken, the change is not
+        measured.
+
+        If the method's `measures_every` asks for a measurement in this step, `_observe` passes the
+        change to the method's `observe`. If the optimizer step was not taken, `_observe` passes
+        None to the method's `observe`.
+
+        All ranks must call `_observe`. Returns a dict with the metric `forecast/measured_change`.
+        The dict is empty if the change was not measured, and on all pipeline stages but the last.
+        """
         policy, change = self._policy, dict[str, Tensor]()
         watched, due = self._config.observability, self._is_due(self._method.measures_every)
         measures = due or (watched.entropy_forecast and self._is_due(watched.measured_every))

@@ -45,8 +45,8 @@ class Figure:
 
 
 def verdict(run: RunRecord) -> list[Figure]:
-    """Returns the figures of a run, most important first. Leaves out figures that do not apply to
-    the run's method."""
+    """Returns a run's results as `Figure`s, most important first. Leaves out results that do not
+    apply to the run's method."""
     s = summary(run.metrics)
     if run.supervised:
         return [*_losses(s), *_course(run, s)]
@@ -67,7 +67,7 @@ def verdict(run: RunRecord) -> list[Figure]:
 
 
 def _losses(s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures on loss and entropy of a supervised fine-tuning run."""
+    """Returns the loss and the entropy of a supervised fine-tuning run as `Figure`s."""
     # with fewer steps, means of the first and the last would be of the same steps
     judged = (s["steps"] or 0) >= JUDGED
     which = f"{RECENT} steps" if judged else "step"
@@ -84,13 +84,14 @@ def _recent_entropy(s: dict[str, float | None]) -> Figure:
 
 
 def _mean_of(s: dict[str, float | None]) -> str:
-    """Names the steps of a mean over the last RECENT steps, if the run has fewer."""
+    """Returns "mean", the note on a mean over the last RECENT steps of a run. If the run has fewer
+    than RECENT steps, the note also contains the number of steps, as in "mean of 3 steps"."""
     steps = int(s["steps"] or 0)
     return f"mean of {steps} step{'s' if steps > 1 else ''}" if 0 < steps < RECENT else "mean"
 
 
 def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures on steps, time, throughput and memory."""
+    """Returns a run's number of steps, training time, throughput and peak memory as `Figure`s."""
     figures = []
     planned = run.setting("run.steps")
     done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"
@@ -110,7 +111,8 @@ def _course(run: RunRecord, s: dict[str, float | None]) -> list[Figure]:
 
 
 def _agreement(s: dict[str, float | None]) -> list[Figure]:
-    """Returns the figures on the largest log-prob differences in the run."""
+    """Returns two `Figure`s: the run's largest absolute log ratio, and the run's largest difference
+    between the log-probs of engine and trainer."""
     return [
         Figure(
             "Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"

@@ -1,10 +1,12 @@
 """Passes a run's reports to all sinks. A report describes a step, an evaluation, an alert or a
 phase, or contains a note for the user.
 
-The driver loop calls the monitor. If a sink fails during the run, the run and the other sinks
-continue. The run ends only if a sink cannot start, or if the sink that writes the run's record
-fails. If a run that restarted by itself cannot start a sink, the run ends only if this sink is
-essential.
+The driver loop calls the monitor. If a sink that is not essential fails during the run, the run and
+the other sinks continue. If an essential sink fails during the run, the run ends. The built-in sink
+that writes the run's record is essential. If a sink cannot start, the run also ends. Only a run
+that resumes automatically, after the loss of a process or after a rollback, continues without a
+sink that cannot start. Even a run that resumes automatically ends if an essential sink cannot
+start.
 """
 
 from __future__ import annotations
@@ -70,8 +72,9 @@ class Monitor:
         """Starts all sinks that are not essential, for a run that resumes after step number `step`.
 
         Args:
-            unattended: True if the run resumes by itself, after it lost a process or rolled back. A
-                sink that cannot start is then left out, because no user may be there to fix it.
+            unattended: True if the run resumes automatically, after the loss of a process or after
+                a rollback. If `unattended` is True, a sink that cannot start is left out, because
+                no user may be there to fix the sink.
 
         Raises:
             UserError: a sink cannot start, and `unattended` is False.

@@ -93,11 +93,12 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any], results: str
     evaluations, such as "decoded differently". The two evaluations may belong to one run, because a
     resume may change the section `eval`.
 
-    An evaluation that an earlier release recorded lacks some of the compared entries. If only one
-    evaluation has an entry of the dict `asked`, the entry counts as equal. If `before` lacks the
-    entry `problem`, the problems count as equal. If only one evaluation has the entry `decoding`,
-    the decoding counts as equal if this evaluation has one response per problem. If neither
-    evaluation has the entry `decoding`, the decoding counts as equal.
+    An evaluation that an earlier release recorded lacks some of the compared entries. If `before`
+    lacks the entry `problem`, `difference` does not compare this entry. The dict `asked` identifies
+    the problems, the template, the verifier and the environment of an evaluation. `difference`
+    compares only those keys of `asked` that both evaluations contain. If an evaluation lacks the
+    entry `decoding`, `difference` assumes that this evaluation has one response per problem.
+    `difference` then also assumes that both evaluations have the same other decoding settings.
 
     Args:
         results: the key of the results, "correct" or "greedy_correct".

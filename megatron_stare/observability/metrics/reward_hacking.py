@@ -117,10 +117,10 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     response.
 
     Each n-gram of a response is hashed to 64 bits, and the hashes are sorted. In a response of
-    20,480 tokens, two different n-grams have the same hash with a probability of about 1e-11. The
-    exact numbers of n-grams would have to be sorted twice. numpy sorts, because torch would take
-    ten times as long. Sorting each response by itself is faster than sorting the whole batch, and
-    needs little memory.
+    20,480 tokens, two different n-grams have the same hash with a probability of about 1e-11. Exact
+    codes instead of hashes would take two sorts: one sort of the token ids, and one sort of the
+    codes. The hashes are sorted with numpy, because a sort with torch would take ten times as long.
+    Sorting each response by itself is faster than sorting the whole batch, and needs little memory.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         counts = list(pool.map(partial(_counted, n=n), responses))

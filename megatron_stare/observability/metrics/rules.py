@@ -2,9 +2,9 @@
 
 `Watch` determines when alerts begin and end. The monitor uses `Watch` during a run. The command
 `status` applies `Watch` to a run's logged metrics. Some rules can end a run, or roll it back to a
-checkpoint. Before a step is complete, the driver applies the rules that can end or roll back a run.
-Rules that can end or roll back a run use the run's own settings (driver/guards.py and
-driver/agreement_watch.py).
+checkpoint. Before a step is complete, the driver applies the rules that can end or roll back a run
+(driver/guards.py and driver/agreement_watch.py). The thresholds for ending a run or rolling it back
+come from the run's configuration, and not from the table RULES.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Rule:
     `error`: text of the error that ends the run, or "" if the rule does not end the run. If a rule
         has both an alert and an error, the setting `action` determines which of the two applies.
     `metrics`: metrics that show the problem most directly. An alert reports only one metric: among
-        the metrics in `metrics`, the metric with the largest value. If `metrics` is (), the metrics
-        that the rule's condition tests are used instead of `metrics`.
+        the metrics in `metrics`, the metric with the largest value. If `metrics` is empty, the
+        alert reports one of the metrics in `when.metrics` instead.
     `guard`: name of the subsection of `faults.guards` that contains the settings of the rule, or ""
         if `faults.guards` has no settings for the rule.
     `flag`: name of a metric that is 1 in every step in which the rule's condition held, or "" if

@@ -44,9 +44,11 @@ def against(first: RunRecord, run: RunRecord) -> dict[str, Figure]:
 
 
 def outcome(first: RunRecord, run: RunRecord) -> str:
-    """Returns a sentence that compares `run` with the first run. The sentence compares the entropy,
-    and the result of an evaluation with sampled responses. If one of the two runs has no such
-    result, the sentence compares entropy and reward instead."""
+    """Returns a sentence that compares `run` with the first run. The sentence tells how the
+    entropies of the two runs differ, and how the results of the two runs on the first task differ.
+    The results come from evaluations with sampled responses. If one of the two runs has no
+    evaluation with sampled responses, the sentence compares the runs' rewards instead of evaluation
+    results. Returns "" if the two runs have nothing in common that can be compared."""
     found, task = against(first, run), first.tasks[0]
     label = labels_of(first.on_task(task), task)[0]
     name = label.partition(", ")[0]

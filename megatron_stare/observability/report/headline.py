@@ -110,9 +110,10 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 def alike(runs: Sequence[RunRecord]) -> list[str]:
     """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
     steps. The sentence states up to which step the entropy and the reward of the two runs are
-    equal. The sentence also says that the two runs' lines overlap in the charts. If
-    the gate of one or both runs stayed closed in all steps with equal entropy and reward, the
-    sentence gives the closed gate as the reason."""
+    equal. The sentence also says that the two runs' lines overlap in the charts. Two runs can be
+    equal because the gate of one or both runs stayed closed in all steps up to the stated step. In
+    this case, the sentence names each run whose gate stayed closed, and gives the closed gate as
+    the reason."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:

@@ -153,13 +153,16 @@ def stored_responses(
     run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES
 ) -> Stored:
     """Reads a run's training responses from oldest to newest, and then the run's evaluation
-    responses from oldest to newest. The responses are grouped into blocks. If the compressed
-    texts of all blocks together need more than `text_bytes` bytes, the result contains only some of
-    the blocks, at even intervals over the whole run. If the compressed per-token values of these
-    blocks together need more than `number_bytes` bytes, only some of the blocks keep their
-    per-token values, at even intervals over the whole run. If the rollout files together are larger
-    than `READ` times the sum of `text_bytes` and `number_bytes`, the function reads only some of
-    the files, at even intervals over the whole run.
+    responses from oldest to newest. The responses are grouped into blocks.
+
+    The parameter `text_bytes` limits the total size of the compressed response texts. If the texts
+    of all blocks exceed this limit, the function leaves out some of the blocks. The parameter
+    `number_bytes` limits the total size of the compressed per-token values. If the per-token values
+    of the remaining blocks exceed this limit, the function drops the per-token values of some
+    blocks, and keeps the texts of these blocks. The total size of the rollout files that the
+    function reads is limited to `READ` times the sum of `text_bytes` and `number_bytes`. If the
+    rollout files exceed this limit, the function skips some of the files. The blocks and files that
+    remain lie at even intervals over the whole run.
 
     Raises:
         DataError: a rollout file is damaged.
@@ -327,8 +330,9 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
     """Returns the whole list `blocks` if the total size of the list's elements is at most `room`.
     The list `blocks` contains either blocks of responses, or rollout files. If the list is too
-    large, the returned list contains the first element of `blocks` and some further elements, which
-    are spread evenly over `blocks` and fit into `room`."""
+    large, the returned list contains the first element of `blocks` and some further elements. The
+    returned elements are spread evenly over `blocks`. The total size of the returned elements is at
+    most `room`, unless the first element alone is larger than `room`."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

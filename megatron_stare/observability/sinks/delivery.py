@@ -93,15 +93,17 @@ class Delivered:
     """Records what a service has received.
 
     `id`: the run's name in the service, a random name by default.
-    `starts`: number of times that the run was begun or continued in the service.
+    `starts`: number of times that the sink has opened the run in the service: once when the run
+        starts, and once each time the run resumes.
     `step`: the newest step that was sent.
     `evaluated`: one pair [step, task] for every evaluation that was sent.
     `redone`: ranges [first step, last step] of steps that the run repeated after a resume. The
         service keeps the metrics that the run sent for these steps before the resume. The run does
         not send the metrics of a repeated step.
-    `alerts`: one entry [name of the alert, over, last step of the alert] for each of the webhook's
-        newest 1,000 posts, oldest post first. `over` is False if the post said that the alert
-        began, and True if the post said that the alert ended.
+    `alerts`: one list of three items for each of the webhook's newest 1,000 posts, oldest post
+        first. The items are the name of the alert, a bool, and the last step of the alert. The bool
+        is False if the post announced the beginning of the alert, and True if the post announced
+        the end of the alert.
     `dir`: absolute path of the run directory that wrote the file; "" in files of old releases.
     """
 
@@ -116,9 +118,9 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """Reads the file. Returns a `Delivered` without deliveries in two cases: the file does not
-        exist, or the file was copied from the directory of another run. A copied file lists the
-        deliveries of the other run.
+        """Reads the file. Returns a `Delivered` without deliveries if the file does not exist. Also
+        returns a `Delivered` without deliveries if the file was copied from the directory of
+        another run, because a copied file lists what the service has received from that other run.
 
         Raises:
             DataError: the file is damaged.
@@ -136,8 +138,12 @@ class Delivered:
         return cls(file) if told._is_copy() else told
 
     def _is_copy(self) -> bool:
-        """Tells whether the file is a copy. If the original file is gone, the run directory was
-        moved instead. One run directory may have several paths, for example on several nodes."""
+        """Returns True if the file was copied from the directory of another run. The field `dir`
+        names the directory in which the file was written. The file is a copy if `dir` is not the
+        present directory of the file, and if `dir` still contains the original file. If `dir` no
+        longer contains the original file, the run directory was moved, and the file is not a copy.
+        The two directories are compared with `os.path.samefile`, because one run directory may have
+        several paths, for example on several nodes."""
         try:
             original = Path(self.dir) / self.file.name
             return (

@@ -185,8 +185,9 @@ class StepPrinter(RunDisplay):
         self._write("  ".join(column for column in columns if column))
 
     def _supervised(self, metrics: Mapping[str, float]) -> list[str]:
-        """Returns further columns of a step's line if the run has no rewards, and otherwise an
-        empty list."""
+        """Returns the columns that only a supervised fine-tuning run shows: loss, held-out loss,
+        tokens, learning rate and gradient norm. Returns an empty list if the run has logged a
+        reward."""
         if "reward" in self._shown:
             return []
         return [
