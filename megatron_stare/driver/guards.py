@@ -4,7 +4,6 @@ batches of bad steps are stored.
 The module observability/metrics/rules.py defines the rules, and the section `faults.guards` sets
 the thresholds of the rules. The guards compare the metrics of each step with the metrics of the
 steps before it. When a run is resumed, the driver restores the metrics of the earlier steps.
-A resumed run restores the metrics of earlier steps.
 
 The batch of a bad step is written to a folder such as `guards/step_000012`. In the folder of a bad
 step, batch.safetensors has the format of a batch written by --dump-step, and contains the log-probs
