@@ -444,7 +444,7 @@ def test_a_comparison_is_shown_by_its_rule_alone(monkeypatch: pytest.MonkeyPatch
     assert outcome.beyond(told)[0].endswith("were worse: pass@1 was 0.10 and 0.20.")
     assert outcome.judged(told) == {"right": 1, "wrong": 1, "undecided": 1}
     assert "pass@1 of 0.50 with GRPO, 0.73 with entropy bonus." in outcome.conclusions(told)[0]
-    assert "neither with DAPO nor with 20-Entropy" in outcome.conclusions(told)[1]
+    assert "and these methods: DAPO, 20-Entropy" in outcome.conclusions(told)[1]
     assert "show whether 20-Entropy raises" in outcome.open_questions(told)[0]
     dapo_row, bonus_row, forks_row = outcome.decided(told)[2:]
     assert dapo_row.endswith("not shown; 0.03 either way is excluded |")

@@ -311,9 +311,9 @@ def conclusions(told: Mapping[str, Any]) -> list[str]:
             )
         if found := [arm for arm in of_task if not clear[task, arm]]:
             lines.append(
-                f"On task `{task}`{TASKS.get(task, '')}, no significant difference from"
-                f" {NAMES[base]} was found in the trained model's pass@1, neither with"
-                f" {' nor with '.join(map(spoken, found))}."
+                f"On task `{task}`{TASKS.get(task, '')}, the trained model's pass@1 shows no"
+                f" significant difference between {NAMES[base]} and these methods:"
+                f" {', '.join(map(spoken, found))}."
             )
     return lines
 

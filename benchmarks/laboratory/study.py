@@ -116,11 +116,12 @@ large model was trained.**
 
 ## Results
 
-Each row of the first table sums up one [grid of experiments](#how-it-was-measured) in toy worlds.
-A method is in the column "higher pass@1" if its pass@1 is significantly higher than GRPO's in at
+Each row of the first table sums up one [grid of experiments](#how-it-was-measured) in toy worlds. A
+method is in the column "higher pass@1" if its pass@1 is significantly higher than GRPO's in at
 least half of the grid's experiments, and correspondingly in "lower pass@1". The number after a
-method's name is the mean of its pass@1 minus GRPO's. The first table leaves out methods whose
-number is closer to 0 than {least}. The [list of methods](#methods) explains the methods' names.
+method's name is a mean difference, the method's pass@1 minus GRPO's. The first table leaves out
+methods whose mean difference is between -{least} and {least}. The [list of methods](#methods)
+explains the methods' names.
 """
 CHOOSING = """\
 ## How to choose
@@ -135,9 +136,9 @@ SETTINGS = """\
 The next table shows pass@1 and final entropy for each value of a STARE setting, as means over
 experiments. [STARE](algorithms/stare.md) defines the weights W and M and the share P of rare
 tokens. The table of STARE settings uses P = 0.3, except in the row that varies P. The table of
-STARE settings shows whether a larger value helps. A best value in toy worlds, such as a target in
-nats, is not the best value for another model. `megatron-stare suggest` suggests an entropy target
-from a run's first steps ([tuning](tuning.md)).
+STARE settings shows for each setting whether larger values help. The best values in toy worlds,
+such as a target in nats, do not apply to other models. `megatron-stare suggest` suggests an entropy
+target from a run's first steps ([tuning](tuning.md)).
 """
 UNKNOWN = """\
 ## How sure this is
@@ -163,15 +164,15 @@ separate logits for every node of the tree. All responses of a toy world can be 
 entropy, expected reward and pass@k are exact.
 
 **Coupling.** When a network trains on one prompt, its answers to other prompts change too. A toy
-world imitates this effect: it replaces a share of each prompt's gradient by the mean gradient of
-all prompts. This share is called the coupling. Most grids of experiments have a coupling of 0.5,
-and `clip_updates` has 0.9. The grids `coupling` and `hard_prompts` compare several couplings.
+world imitates this effect. It mixes each prompt's gradient with the mean gradient of all prompts.
+The share of the mean gradient is called the coupling. Most grids of experiments have a coupling of
+0.5, and `clip_updates` has 0.9. The grids `coupling` and `hard_prompts` compare several couplings.
 
 **Grids of experiments.** A grid of experiments varies two settings, for example the learning rate
 and the entropy target, with one experiment for each combination of values. In each experiment, all
 methods train in the same {seeds} random worlds with the same random numbers. Some
-methods do not have both settings that a grid varies. A comparison of two such methods then has the
-same result in several experiments, which count as one.
+methods have only one of the two settings that a grid varies. If two such methods are compared,
+several experiments repeat the same trainings, and count once.
 
 The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
 compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best
@@ -655,15 +656,15 @@ def fall(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     said = []
     if never:
         said.append(
-            "The grid of experiments `critical_weight` measures one small update of a toy policy"
-            f" for weights W up to {largest:g}. Some variants of STARE lower the policy's entropy"
-            f" with every W: {'; '.join(name.removeprefix('STARE ') for name in never)}."
+            "In the grid of experiments `critical_weight`, a toy policy makes one small update with"
+            f" a weight W of at most {largest:g}. With these variants of STARE, the update lowers"
+            f" entropy for every W: {'; '.join(name.removeprefix('STARE ') for name in never)}."
         )
     for name, found in at.items():
         if "none" not in found:
             said.append(
-                f"With {name}, the small update lowers entropy for small W and raises it for large"
-                f" W. The change happens between W = {min(found, key=float)} and"
+                f"With {name}, the update lowers entropy if W is small, and raises entropy if W is"
+                f" large. The limit lies between W = {min(found, key=float)} and"
                 f" W = {max(found, key=float)}, depending on the experiment."
             )
     return said
