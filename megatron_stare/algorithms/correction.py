@@ -41,15 +41,15 @@ class Correction:
     """Settings of the importance correction.
 
     `mode`: the treatment of a ratio outside the bounds `low` and `high`.
-    `level`: the ratio R that is compared with the bounds `low` and `high`. With 'token', R is the
-        ratio p_train / p_rollout of a single token. With 'sequence', R is the product of the token
-        ratios of the response. With 'geometric', R is the geometric mean of the token ratios of the
-        response.
+    `level`: the way in which a token's ratio R is computed. The ratio R is compared with the bounds
+        `low` and `high`. With 'token', R is the ratio p_train / p_rollout of the token itself. With
+        'sequence', R is the product of the ratios p_train / p_rollout of all tokens in the
+        response. With 'geometric', R is the geometric mean of these ratios.
     `low`, `high`: the bounds of the ratio R. The mode `truncate` uses only `high`.
-    `reject`: the lowest and the highest allowed token ratio p_train / p_rollout, for every `mode`
-        and every `level`. A token whose ratio is below the lowest or above the highest allowed
-        ratio is removed from the loss and from the denominator of the loss. With the value null,
-        `reject` removes no token.
+    `reject`: a pair [lowest, highest] of bounds for the ratio p_train / p_rollout of a single
+        token. A token whose ratio is below the lowest bound or above the highest bound is removed
+        from the loss and from the denominator of the loss. The settings `mode` and `level` do not
+        change the effect of `reject`. With the value null, `reject` removes no token.
     `veto`: the lowest token ratio p_train / p_rollout that a response may contain. A response with
         a token ratio below `veto` is removed from the loss and from the denominator of the loss.
         With the value null, `veto` removes no response.

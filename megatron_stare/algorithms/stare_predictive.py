@@ -20,7 +20,11 @@ estimator are the mean entropy of every batch and the measured changes y. Before
 
     r = min(approach (target - h), largest target) + next target - target
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
-    W = 1 + G+ e / D, M = 1 + G- e / D, within their bounds; what a bound cuts off, the other takes
+    W = 1 + G+ e / D, M = 1 + G- e / D
+
+Both factors are then limited to their bounds. If a bound changes the effect of one factor on the
+forecast, the controller makes up for this change with the other factor, as far as the bounds of the
+other factor allow.
 
 The controller does not choose W and M if fewer than five changes have been measured, if kappa is at
 most twice its standard error, or if G+ is at most `floor` times the running mean of G+. The step
@@ -99,13 +103,15 @@ class StarePredictive(Stare):
     `ramp_start`: the number of steps before the target begins to move.
     `ramp_steps`: the number of steps in which the target moves linearly to `target_end`.
     `approach`: the fraction of the gap that the controller tries to close in one step. The gap is
-        the target minus the estimated entropy.
-    `trust`: the weight of a batch's mean entropy in the filtered entropy.
+        the target minus the controller's estimate of the mean entropy.
+    `trust`: the weight of a batch's mean entropy in the controller's estimate of the mean entropy.
     `forget`: the forgetting factor of the fit. Every new measurement multiplies the weights of all
         earlier measurements in the fit by `forget`.
-    `largest`: a limit on the rise of the entropy in one step, as a fraction of the target. The
-        limit applies to the rise by which the controller closes the gap. The limit does not apply
-        to the change by which the controller follows a moving target.
+    `largest`: a limit on the planned rise of the entropy in one step, as a fraction of the target.
+        In each step, the controller plans a change of the entropy. The planned change is the sum of
+        two parts. The first part is `approach` times the gap. The second part is the target of the
+        next step minus the target of this step. `largest` limits only the first part: the first
+        part is at most `largest` times the target.
     `floor`: the controller chooses W and M only if G+ is above `floor` times the running mean of
         G+.
     `measure_every`: the number of steps between measurements. A measurement takes one forward pass.

@@ -7,13 +7,14 @@
     C1 = O1 + O3       C2 = O1 + O4        C3 = O2 + O3       C4 = O2 + O4
 
 To first order, every operator raises the entropy (sensitivity.py). Rare tokens are selected from
-the whole batch, separately for positive and for negative advantages. Among all tokens with the same
-advantage sign, the fraction P with the highest surprisal is rare. If a fixed probability bound is
-set, rare tokens are instead the tokens whose probability is below the bound. The paper does not
-define the common tokens. The field `Selection.common` chooses between two definitions of the common
-tokens. With 'complement', all tokens that are not rare are common. With 'bottom', among all tokens
-with the same advantage sign, the fraction P with the lowest surprisal is common. The page
-docs/algorithms/stare.md gives the reasons for both definitions of the common tokens.
+the whole batch, separately for positive and for negative advantages. Of n tokens with the same
+advantage sign, the P * n tokens with the highest surprisal are called rare, where P is a fraction.
+If a fixed probability bound is set, rare tokens are instead the tokens whose probability is below
+the bound. The paper does not define the common tokens. The field `Selection.common` chooses between
+two definitions of the common tokens. With 'complement', the common tokens are all tokens that are
+not rare. With 'bottom', the common tokens are the P * n tokens with the lowest surprisal among n
+tokens with the same advantage sign. The page docs/algorithms/stare.md gives the reasons for both
+definitions of the common tokens.
 """
 
 from __future__ import annotations

@@ -73,10 +73,12 @@ def half_started(error: BaseException) -> Any:
     """Returns Ray's record of the processes that a failed start of Ray left behind, or None if
     there is no such record.
 
-    A failed start of Ray can leave processes behind. The function `undo` ends the processes that
-    were left behind. Without a call of `undo`, the processes run until this Python process ends.
-    Ray does not return the record after a failed start. The record is the object `self` of a method
-    in the traceback of `error`. `half_started` therefore searches the traceback for the record.
+    A failed start of Ray can leave processes behind. The function `undo` ends these processes.
+    Without a call of `undo`, these processes run until this Python process ends. Ray does not
+    return the record after a failed start. The record is a Python object. If a method of the record
+    raised or passed on `error`, the traceback of `error` contains the stack frame of this method.
+    In this frame, the local variable `self` is the record. `half_started` therefore searches the
+    traceback for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)

@@ -42,8 +42,8 @@ def require_token() -> None:
     ~/.ray/auth_token. The write fails, for example, in a container whose user has no home
     directory. After a failed write, the token is only in the environment of this process and of its
     child processes. If there is no token when Ray starts, Ray itself writes a token to
-    ~/.ray/auth_token. If Ray's write fails, Ray does not start. `require_token` prevents the failed
-    start of Ray."""
+    ~/.ray/auth_token. If Ray's write fails, Ray does not start. If `require_token` has made a token
+    before Ray starts, Ray finds this token, and Ray's own write is not needed."""
     loader = AuthenticationTokenLoader.instance()
     given = os.environ.keys() & {MODE, TOKEN, TOKEN_PATH}
     if given or loader.has_token(ignore_auth_mode=True):

@@ -305,10 +305,11 @@ def _value(text: str, override: str) -> Any:
 
 def breadth(given: Override) -> int:
     """Returns the number of parts in the dotted key of an override, such as 2 for `optimizer.lr`.
-    An override whose key has fewer parts covers more settings. The key `algorithm.name` counts as
-    one part, because an override of `algorithm.name` can drop all settings of the section
-    `algorithm`. In the same way, the final part `name` is not counted in the keys of extensions,
-    such as `reward.verifier.name`."""
+    `load_config` applies overrides with fewer parts first, so that an override of a whole section
+    does not discard an override of a setting in this section. An override of `algorithm.name` can
+    discard all settings of the section `algorithm`, as an override of `algorithm` does. The key
+    `algorithm.name` therefore counts as one part, like the key `algorithm`. In the same way, the
+    final part `name` is not counted in the keys of extensions, such as `reward.verifier.name`."""
     parents, _, leaf = given.source.partition("=")[0].rpartition(".")
     return parents.count(".") + 1 + (leaf != "name" or parents not in NAMED) if parents else 1
 

@@ -256,13 +256,14 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     If the error concerns a single setting, the function returns the source of the highest layer
     that sets this setting.
 
-    If the error concerns a whole section, several layers can set parts of the section. A layer
-    causes the error if the lower layers alone, merged without the layer, do not have the error.
-    Among the layers that set a part of the section, the function finds the highest layer that
-    causes the error, and returns the source of this layer.
+    An error can also concern a whole section. In this case, the function examines all layers that
+    set a part of the section, from the highest layer to the lowest layer. For each examined layer,
+    the function merges only the layers that are lower than the examined layer. If the merged
+    settings do not have the error, the examined layer causes the error. The function returns the
+    source of the first examined layer that causes the error.
 
-    If no layer meets these conditions, the function returns the source of the highest layer that is
-    not an override.
+    If the function finds no such layer, the function returns the source of the highest layer that
+    is not an override.
     """
     loc = [str(part) for part in wrong["loc"]]
     for number, layer in reversed(list(enumerate(layers))):

@@ -5,11 +5,11 @@ Each row of FEATURES contains the setting's requirements, its tests, its check i
 scripts/gpu_check.sh, and the values that Megatron's fields get while the setting is on. If a
 setting is null, `chosen` decides whether the setting is on. On a GPU, null turns a setting on if
 three conditions are met: the setting is tested, the device meets the setting's requirements, and
-the run meets the setting's requirements. A setting counts as tested if the field `covered` of its
-row names tests, or if the field `proven` of its row is true. The field `proven` may be true only if
-a result file in benchmarks/results/gpu shows that the setting passed its check;
-tests/test_performance.py tests this condition. With `performance.automatic: false`, all settings
-with the value null are off. A new setting needs a row in FEATURES and a field in
+the run meets the setting's requirements. A setting counts as tested if the setting's row in
+FEATURES has a text in the field `covered`, or the value true in the field `proven`. The field
+`proven` may be true only if a result file in benchmarks/results/gpu shows that the setting passed
+its check; tests/test_performance.py tests this condition. With `performance.automatic: false`, all
+settings with the value null are off. A new setting needs a row in FEATURES and a field in
 config/training_sections.py.
 """
 
@@ -259,8 +259,10 @@ def megatron_fields(performance: PerformanceConfig, part: Part) -> dict[str, Any
     to values. The argument `part` selects Megatron's configuration of the model ('model'), of the
     gradients ('gradients') or of the optimizer ('optimizer'). The settings in `performance`
     determine the values. The dict contains every field that a feature can set, even if the feature
-    is off. A feature with the value null counts as off. To choose automatically which of the
-    features with the value null are on, pass the settings that `chosen` returns."""
+    is off. A feature with the value null counts as off. The function `chosen` decides for each
+    feature with the value null whether the feature is on, and returns settings that contain true or
+    false instead of null. To have features chosen automatically, call `chosen` first, and pass the
+    returned settings to `megatron_fields` as the argument `performance`."""
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         on = bool(getattr(performance, feature.name))
@@ -278,11 +280,12 @@ def connections(config: Config) -> int | None:
     tensor or context parallelism. In a run without tensor parallelism and without context
     parallelism, CUDA chooses the number.
 
-    With tensor or context parallelism, ranks exchange activations inside a layer. With one queue,
-    the GPU starts operations in the order in which the rank launches them. If a transfer of
-    activations is launched before a matrix product, the transfer therefore also starts before the
-    matrix product. Megatron's own launcher also requires one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
-    on every rank that exchanges activations inside a layer.
+    With tensor or context parallelism, ranks exchange activations inside a layer. Suppose that a
+    rank launches first a transfer of activations and then a matrix product. With several queues,
+    the GPU can start the matrix product before the transfer. With one queue, the GPU starts
+    operations in the order in which the rank launches them, so the transfer starts first.
+    Megatron's own launcher also requires one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) on every rank
+    that exchanges activations inside a layer.
     """
     if config.performance.cuda_connections is not None:
         return config.performance.cuda_connections

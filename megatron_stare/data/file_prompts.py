@@ -241,14 +241,21 @@ class FilePrompts:
 
         Each file of a mixture has a target, which is a number of prompts. When all files together
         have supplied c prompts, the target of a file is c times the file's weight, divided by the
-        sum of all weights. The prompt at position `cursor` comes from a file that has supplied
-        fewer prompts than the file's target at c = `cursor` + 1. If several files are below their
-        targets, the file with the earliest deadline supplies the prompt. If a file has supplied n
-        prompts, the file's deadline is the smallest total number of prompts from all files for
-        which the file's target is at least n + 1. If several files have the same earliest deadline,
-        the first of these files supplies the prompt. Under the deadline rule, the number of prompts
-        from a file always differs from the file's target by less than 1 (Baruah et al.,
-        Proportionate Progress, Algorithmica 15, 1996).
+        sum of all weights.
+
+        The next prompt is the prompt at position `cursor`. With the next prompt, all files together
+        will have supplied c = `cursor` + 1 prompts. The function computes each file's target for
+        this c. A file is below its target if the file has supplied fewer prompts than this target.
+        Of the files below their targets, the file with the earliest deadline supplies the next
+        prompt.
+
+        Let n be the number of prompts that a file has supplied. The deadline of the file is (n + 1)
+        times the sum of all weights, divided by the file's weight, and rounded up. When all files
+        together have supplied this number of prompts, the file's target is at least n + 1 for the
+        first time. If several files have the same earliest deadline, the first of these files
+        supplies the next prompt. Under the deadline rule, the number of prompts from a file always
+        differs from the file's target by less than 1 (Baruah et al., Proportionate Progress,
+        Algorithmica 15, 1996).
 
         A run that an earlier release started keeps the rule of the earlier release when the run is
         resumed. Under the rule of earlier releases, the prompt comes from the file that is furthest

@@ -160,14 +160,15 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> HeldOut:
 
 
 class PromptQueue:
-    """Queue that yields each prompt of a source once, in the source's order. After `give_back`, the
-    next `take` first yields the prompts that were given back. The queue skips the prompts that
-    `leave_out` marked.
+    """Queue that yields each prompt of a source once, in the source's order. A call of `give_back`
+    puts prompts back into the queue, and the next `take` yields these prompts first. The queue
+    skips the prompts that `leave_out` marked.
 
-    If the queue contains prompts that were given back, the queue's state is the state that the
-    source had before the source yielded the first of these prompts. Otherwise, the queue's state is
-    the source's current state. The state does not contain the prompts that were given back, because
-    after `restore` the source yields these prompts again.
+    If the queue contains prompts that `give_back` put back, the queue's state is the state that the
+    source had before the source yielded the first of these prompts. After a `restore` of this
+    state, the source yields these prompts again. The state therefore does not need to contain the
+    prompts themselves. If the queue contains no prompts that `give_back` put back, the queue's
+    state is the source's current state.
     """
 
     def __init__(self, source: PromptSource) -> None:

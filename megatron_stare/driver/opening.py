@@ -105,9 +105,10 @@ class Inputs:
 
     def _bos_remark(self) -> list[str]:
         """Returns a remark if prompts lack the BOS token with which the tokenizer begins texts, and
-        [] otherwise. A chat template decides itself whether a text begins with BOS. The text of a
-        chat template is therefore not checked: the result is [] if `data.chat_template` is true or
-        the run is supervised fine-tuning."""
+        [] otherwise. The function checks only prompts that are made without a chat template,
+        because a chat template decides itself whether a text begins with BOS. If
+        `data.chat_template` is true, or if the run is supervised fine-tuning, the function returns
+        [] without a check."""
         if self.config.data.chat_template or self.config.supervised:
             return []
         lead = self.tokenizer("a").input_ids[:1]

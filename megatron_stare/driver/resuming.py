@@ -297,8 +297,8 @@ def _has_begun(path: Path) -> bool:
 
 
 def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
-    """Returns a SHA-256 digest for each input of the run on which the prompts or the ends of
-    responses depend. The keys of the returned dict are the names of the inputs.
+    """Returns a dict of SHA-256 digests, one for each input that affects a run's prompts or decides
+    where a response ends. The keys of the returned dict are the names of the inputs.
 
     The inputs are the tokenizer's files, the token ids of the first prompt, the chat template if
     prompts use a chat template, and the stop tokens if responses are sampled. The first prompt

@@ -81,14 +81,16 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
 def _not_beaten(
     others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int
 ) -> float:
-    """Returns the sum of the weights of all possible draws. A draw contains `k - a` responses. A
-    class contains all responses with the same answer. Each response in a draw belongs to a class in
-    `others`, or has no answer (`silent`). A draw contains at most `a` responses of each class in
-    `others`. The weight of a draw is a product of factors, divided by 1 + T. The product has one
-    factor for each class in `others`, and one factor for the responses without an answer. The
-    factor of a class depends on how many of its responses the draw contains. T is the number of
-    tied classes. A class in `others` is tied if the draw contains exactly `a` responses of this
-    class.
+    """Returns the sum of the weights of all possible draws. A class is the set of all sampled
+    responses with the same answer. A draw consists of `k - a` responses. Each response in a draw
+    belongs to a class in `others`, or has no answer (`silent`). A draw contains at most `a`
+    responses of each class in `others`. Two draws count as the same draw if both contain equally
+    many responses of each class in `others`.
+
+    The weight of a draw is a product of factors, divided by 1 + T. The product has one factor for
+    each class in `others`, and one factor for the responses without an answer. If a draw contains i
+    responses of a class, entry i of the array of this class is the factor. T is the number of tied
+    classes. A class in `others` is tied if the draw contains exactly `a` responses of this class.
 
     Args:
         others: one array [c + 1] of factors for each class, where c is the number of responses in

@@ -116,9 +116,9 @@ def _collective(facts: Facts) -> Verdict | None:
     """Blames the ranks that are missing from a collective in which other ranks wait. If the waiting
     ranks send weights to the engines' servers, the verdict blames no rank, and reports that the
     waiting ranks wait for the servers. If every rank waits in a collective, the verdict blames no
-    rank either. The verdict then reports one of two findings. Either the ranks wait in different
-    collectives, so that no collective can complete. Or all ranks wait in the same collective, and
-    the network does not deliver the data that they send."""
+    rank either. If the ranks wait in different collectives, no collective can complete, and the
+    verdict reports that the ranks wait for each other. If all ranks wait in the same collective,
+    the verdict reports that the network does not deliver the data that the ranks send."""
     ranks = [p for p in facts.processes if p.role.startswith(RANK)]
     inside = {p.role: met for p in ranks if (met := collective(p)) is not None}
     if not inside:

@@ -78,14 +78,17 @@ class Sink:
     A sink's settings are the keyword-only parameters of the sink's constructor. All calls come from
     the driver's thread.
 
-    An error in any call of an essential sink ends the run. The attribute `essential` marks a sink
-    as essential. An error in `start` or `resume` of a sink that is not essential also ends the run,
-    before training begins. If a run resumes automatically, after the loss of a process or after a
-    rollback, an error in `resume` of a sink that is not essential does not end the run. The monitor
-    then reports the error, and the run continues without the sink. An error in any other call of a
-    sink that is not essential is reported once, and the run continues. Even after the error, the
-    sink receives later calls, because the cause of the error, such as a full disk or a lost network
-    connection, may be gone by then.
+    The attribute `essential` marks a sink as essential. An error in any call of an essential sink
+    ends the run.
+
+    For a sink that is not essential, the consequence of an error depends on the call. An error in
+    `start` ends the run before training begins. An error in `resume` ends the run before training
+    begins, if a user resumed the run. A run can also resume automatically, after the loss of a
+    process or after a rollback. In this case, an error in `resume` does not end the run: the
+    monitor reports the error, and the run continues without the sink. An error in any other call is
+    reported once, and the run continues. Even after the error, the sink receives later calls,
+    because the cause of the error, such as a full disk or a lost network connection, may be gone by
+    then.
     """
 
     essential: ClassVar[bool] = False  # its errors end the run

@@ -327,14 +327,19 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def _check_local(used: Tensor, slope: Tensor) -> None:
-    """Checks that a loss does not couple tokens. If a slope in `used` differs from the same slope
-    in `slope` by more than a rounding error, the loss of one token depends on other tokens.
-    `_check_local` then raises RuntimeError. On a GPU, the error is raised at the next
-    synchronisation.
+    """Checks that the loss of each token is independent of all other tokens. A slope is the
+    derivative of the loss with respect to one token's log-prob or entropy. Each token has one slope
+    in `used` and one slope in `slope`. The slope in `used` was computed while the log-probs and
+    entropies of later chunks were still unknown. The slope in `slope` was computed after all
+    chunks. If the loss of each token is independent of other tokens, the two slopes of each token
+    are equal up to rounding errors. If the two slopes of a token differ by more than a rounding
+    error, the loss couples tokens, and `_check_local` raises RuntimeError. On a GPU, the error is
+    raised at the next synchronisation.
 
     Args:
-        used: the slopes from which the gradient was computed.
-        slope: the slopes of the complete loss.
+        used: the slopes that were computed chunk by chunk. The gradient was computed from these
+            slopes.
+        slope: the slopes that were computed from all chunks together.
     """
     if slope.numel():
         moved = (used - slope).abs() > _SAME * slope.abs().nan_to_num(posinf=0.0).amax()

@@ -80,15 +80,15 @@ def summary(
     micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
     """Returns a copy of `whole`, the statistics of the whole batch, for the log. The copy differs
-    from `whole` only in the selection thresholds and in the quantiles. In the copy, every threshold
-    and every quantile summarises the values of the micro-batches.
+    from `whole` only in the selection thresholds and in the quantiles.
 
-    The numbers of selected tokens are summed over the micro-batches. Thresholds and quantiles are
-    averaged over the micro-batches in which the threshold or the quantile is defined. In an
-    averaged Threshold, the field `key` is set to 0, because an averaged Threshold is only logged
-    and never used to select tokens. The parameters `group` and `micro_batch_group` are described in
-    `gather_by_micro_batch`. If several ranks hold tokens of the same micro-batches, only the first
-    of these ranks adds its values to the summary.
+    In the copy, a threshold or quantile is the mean of the values that were computed separately in
+    each micro-batch. The mean omits a micro-batch in which the threshold or quantile is not
+    defined. In a Threshold of the copy, the number of selected tokens (`k`) is the sum of the
+    numbers of selected tokens in the micro-batches. The field `key` of this Threshold is 0, because
+    the Threshold is only logged and never used to select tokens. The parameters `group` and
+    `micro_batch_group` are described in `gather_by_micro_batch`. If several ranks hold tokens of
+    the same micro-batches, only the first of these ranks adds its values to the summary.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

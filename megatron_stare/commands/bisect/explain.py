@@ -3,29 +3,32 @@ functions are pure, and their inputs are the metrics of the steps.
 
 The recorded metrics of the run are called the record. The unchanged re-run repeats the steps with
 the configuration of the run. Each changed re-run repeats the steps with one change, which simulates
-a possible cause (causes.py). `explain` compares every re-run with the record, step by step, and
-counts the steps before the first difference. The counted steps match the record. `explain` then
-searches in this order:
+a possible cause (causes.py). `explain` compares every re-run with the record, step by step. The
+number of matching steps of a re-run is the number of steps before the first step that differs from
+the record. `explain` then searches in this order:
 
 1. If the unchanged re-run reproduces the record, `explain` checks whether the record contradicts
-the configuration. If the record does not contradict the configuration, `explain` continues with
-number 4.
+the configuration. If the record contradicts the configuration, `explain` reports the cause of the
+contradiction. If the record does not contradict the configuration, `explain` continues with number
+4.
 
 2. If the unchanged re-run does not reproduce the record, `explain` selects the changed re-run with
-the largest number of steps that match the record. If the selected re-run matches the record in more
-steps than the unchanged re-run does, the change of the selected re-run explains the record.
+the largest number of matching steps. If the selected re-run has more matching steps than the
+unchanged re-run, the change of the selected re-run explains the record.
 
-3. If no changed re-run matches the record in more steps than the unchanged re-run does, `explain`
-compares only entropy, agreement and reward. A change explains the record if at least one of the
-three is far from the record in the unchanged re-run, and all three are close to the record in the
-changed re-run.
+3. If the selected re-run has no more matching steps than the unchanged re-run, `explain` compares
+every re-run with the record again, but only in entropy, agreement and reward. The change of a
+re-run explains the record if two conditions are met. First, the unchanged re-run is far from the
+record in entropy, agreement or reward. Second, the changed re-run is close to the record in
+entropy, agreement and reward.
 
-4. If no cause has been found so far, `explain` looks at the re-runs with harmless changes, which
-alter only the size of the micro-batches or the number of data ranks. In correct code, a harmless
-change alters the metrics of the first step only by rounding errors. A larger difference between the
-first step of the changed re-run and the first step of the unchanged re-run reveals a fault in the
-code. If a harmless change reveals a fault, `explain` reports the change as the explanation of the
-record.
+4. If no cause has been found so far, `explain` looks at the re-runs whose change is marked as
+harmless. A harmless change alters only the size of the micro-batches or the number of data ranks.
+In correct code, a harmless change alters the metrics of the first step only by rounding errors.
+`explain` therefore compares the first steps of two re-runs: the re-run with the harmless change and
+the unchanged re-run. If the two steps differ by more than rounding errors, the code has a fault.
+`explain` then reports the harmless change as the explanation of the record, because this change
+makes the fault visible.
 """
 
 from __future__ import annotations
@@ -326,9 +329,10 @@ def _distances(
     one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]
 ) -> dict[str, float]:
     """Compares two series of steps, step by step, in entropy, agreement and reward. Returns a dict
-    that maps the name of each quantity to the median difference between the two series. The unit of
-    the median difference is its standard error. A quantity has no entry in the dict if no step has
-    finite values in both series, or if the noise of the quantity is unknown."""
+    that maps the name of each quantity to a number of standard errors. The number is the median of
+    the differences between the two series, divided by the standard error of this median. A quantity
+    has no entry in the dict if no step has finite values in both series, or if the noise of the
+    quantity is unknown."""
     found = {}
     for figure in FIGURES:
         pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]

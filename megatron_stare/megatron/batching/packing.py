@@ -6,10 +6,12 @@ hidden states of a prompt do not depend on later tokens, so all responses to the
 same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. The backward pass copies the gradients of the results into the padded groups, and
-copies the gradients of the padded groups to the tokens. If a token was copied several times, the
-backward pass sums the gradients of all copies. Plain tensor indexing is not used, because its
-backward pass adds gradients row by row to a tensor of zeros.
+results back. In the backward pass, gradients take the opposite way. The gradient of each token's
+result is copied to the entry of the padded groups from which the result was read. The backward pass
+of attention then computes a gradient for every entry. The gradient of an entry is copied to the
+token that the entry contains. If several entries contain the same token, the gradients of these
+entries are summed. Plain tensor indexing is not used, because the backward pass of tensor indexing
+adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, each rank holds t / C tokens of the micro-batch, and
@@ -43,10 +45,11 @@ class SharedColumns:
     """The columns of a packed row that are fed to the model.
 
     `fed`: [k] int64, the columns that are fed to the model, in ascending order.
-    `stands`: [s] int64. For every column i of the packed row, `fed[stands[i]]` is the column whose
-        model output is used at column i. A column that is fed to the model uses its own output.
-        Each remaining column contains a prompt token that is not fed to the model again. This
-        column uses the output at the same prompt token of the first sample with this prompt.
+    `stands`: [s] int64. The model has an output only for the columns in `fed`. Column i of the
+        packed row uses the output for column `fed[stands[i]]`. If column i is in `fed`,
+        `fed[stands[i]]` is i. If column i is not in `fed`, column i contains a prompt token that an
+        earlier sample with the same prompt also contains. `fed[stands[i]]` is then the column of
+        this prompt token in the first sample with the same prompt.
     """
 
     fed: Tensor
@@ -88,8 +91,8 @@ def shared_columns(
 class Spread:
     """Mapping between the tokens of a packed row and padded groups of sequences. `spread` copies
     values from the tokens into the groups, and `collect` copies values from the groups back to the
-    tokens. All groups together have p entries, which are numbered from 0 through the flattened
-    groups.
+    tokens. All groups together have p entries. The entries have the numbers 0 to p - 1, in the
+    order in which the flattened groups are concatenated.
 
     `index`: [p] int64. For each entry of the padded groups, the index of the token that `spread`
         copies to this entry.
@@ -277,10 +280,11 @@ def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = 
 
 
 def _rows(lengths: list[int], members: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns two tensors for a padded group of the sequences `members`. The first tensor, [b, s]
-    int64, contains the column of each token in the packed row. The second tensor, [b, s] bool, is
-    True at tokens and False at padding. For each padding entry, the first tensor contains the
-    column of the sequence's last token."""
+    """Returns two tensors for a padded group of the sequences `members`. Both tensors have one row
+    for each sequence of the group. The first tensor, [b, s] int64, contains the index of each
+    token's column in the packed row. The second tensor, [b, s] bool, is True at tokens and False at
+    padding. In the first tensor, the padding at the end of a row repeats the index of the last
+    token in the same row."""
     sizes = torch.tensor(lengths)
     starts, size = (sizes.cumsum(0) - sizes)[members][:, None], sizes[members][:, None]
     column = torch.arange(int(size.max()))

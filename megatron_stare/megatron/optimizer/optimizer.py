@@ -151,9 +151,10 @@ class Outcome:
         because the loss scale was too large, `finite` stays true, and `skipped` is true.
     `empty`: true if the batch contained no token with a loss.
     `skipped`: true if the step was skipped because the loss scale was too large and the gradient
-        overflowed. Only float16 training has a loss scale. The first `optimizer.hysteresis` - 1
-        overflows since the loss scale last grew leave the loss scale unchanged. Every later
-        overflow makes the loss scale smaller.
+        overflowed. Only float16 training has a loss scale. Not every overflow makes the loss scale
+        smaller. Megatron numbers the overflows, and begins again with number 1 after the loss scale
+        has grown. An overflow with a number below `optimizer.hysteresis` leaves the loss scale
+        unchanged. Every other overflow makes the loss scale smaller.
     `held`: true if the gradient norm was finite but larger than the argument `norm_limit` of
         `take_step`. In this case, `take_step` does not update the parameters.
     """

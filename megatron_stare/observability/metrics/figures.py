@@ -84,8 +84,9 @@ def _recent_entropy(s: dict[str, float | None]) -> Figure:
 
 
 def _mean_of(s: dict[str, float | None]) -> str:
-    """Returns "mean", the note on a mean over the last RECENT steps of a run. If the run has fewer
-    than RECENT steps, the note also contains the number of steps, as in "mean of 3 steps"."""
+    """Returns a note that tells the reader that a value is a mean over the last RECENT steps of a
+    run. The note is the word "mean". If the run has fewer than RECENT steps, the note also contains
+    the number of steps, as in "mean of 3 steps"."""
     steps = int(s["steps"] or 0)
     return f"mean of {steps} step{'s' if steps > 1 else ''}" if 0 < steps < RECENT else "mean"
 
@@ -284,7 +285,8 @@ def closing(run_dir: Path, columns: int | None = None) -> str:
     """Formats two lists as text: the run's figures, and the files in the run directory.
 
     Args:
-        columns: of the terminal, into which the notes of the figures are wrapped.
+        columns: the width of the terminal in characters. The notes of the figures are wrapped to
+            fit into this width. None: the notes are only limited to NOTE_WIDTH characters per line.
     """
     figures = verdict(read_run(run_dir))
     width = max(len(figure.label) for figure in figures)

@@ -139,11 +139,13 @@ class Delivered:
 
     def _is_copy(self) -> bool:
         """Returns True if the file was copied from the directory of another run. The field `dir`
-        names the directory in which the file was written. The file is a copy if `dir` is not the
-        present directory of the file, and if `dir` still contains the original file. If `dir` no
-        longer contains the original file, the run directory was moved, and the file is not a copy.
-        The two directories are compared with `os.path.samefile`, because one run directory may have
-        several paths, for example on several nodes."""
+        names the directory in which the file was written. If the file is still in `dir`, the file
+        is not a copy. If the file is now in another directory, the function looks in `dir` for a
+        file with the same name and the same `id`. If `dir` contains such a file, this file is the
+        original, and the file in the other directory is a copy. If `dir` contains no such file, the
+        whole run directory was moved, and the file is not a copy. The two directories are compared
+        with `os.path.samefile`, because one run directory may have several paths, for example on
+        several nodes."""
         try:
             original = Path(self.dir) / self.file.name
             return (
@@ -168,6 +170,6 @@ class Delivered:
 
     def goes_on_after(self, step: int) -> None:
         """Records that the run resumes after `step`. Steps after `step` that were already delivered
-        are added to `redone`, because the run repeats them."""
+        are added to `redone`, because the run repeats these steps."""
         if step < self.step and [step + 1, self.step] not in self.redone:
             self.redone.append([step + 1, self.step])

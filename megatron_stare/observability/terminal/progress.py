@@ -186,8 +186,8 @@ class StepPrinter(RunDisplay):
 
     def _supervised(self, metrics: Mapping[str, float]) -> list[str]:
         """Returns the columns that only a supervised fine-tuning run shows: loss, held-out loss,
-        tokens, learning rate and gradient norm. Returns an empty list if the run has logged a
-        reward."""
+        tokens, learning rate and gradient norm. A run that has logged a reward is not a supervised
+        fine-tuning run. For such a run, the function returns an empty list."""
         if "reward" in self._shown:
             return []
         return [
