@@ -151,11 +151,13 @@ def _exact_parts(x: Tensor) -> Tensor:
     numbers as a float64 tensor [1 + len(_UNITS)].
 
     The first number is the sum of all values in x whose magnitude is `_MOST` or more, including inf
-    and NaN. Each other number belongs to one unit in `_UNITS`. The function writes every value
-    below `_MOST` as a sum of whole multiples of the units, beginning with the largest unit. The
-    number that belongs to a unit is the sum of the multiples of this unit over all values. Float64
-    adds whole multiples without rounding, so the order of values and ranks does not matter. The
-    function drops the part of a value that is smaller than the smallest unit.
+    and NaN. Each other number belongs to one unit in `_UNITS`. For every value whose magnitude is
+    below `_MOST`, the function determines how many times the largest unit fits into the value, then
+    how many times the next unit fits into the remainder, and so on. These counts are whole numbers
+    with the sign of the value. The number that belongs to a unit is the sum of the counts that all
+    values have for this unit. Float64 adds the counts without rounding, so the order of values and
+    ranks does not matter. If a value is not a whole multiple of 2^-152, the smallest unit in
+    `_UNITS`, the function drops the last remainder.
     """
     small = x.abs() < _MOST
     sums, left = [torch.where(small, 0.0, x).sum()], torch.where(small, x, 0.0)

@@ -53,9 +53,9 @@ class Asked:
     """Argument of a check function. The dicts CONFIGURATION and RUN contain the check functions.
 
     `run`: the run to check, with its configuration and the shape of its model.
-    `published`: True if the checks may use the shape of the published model, which ships with the
-        package, in place of a missing model. A model is missing if its path does not exist on this
-        machine.
+    `published`: True if the checks accept a missing model whose shape ships with the package. The
+        checks then read the shipped shape instead of the model. A model is missing if nothing
+        exists at its path on this machine.
     """
 
     run: ResolvedRun

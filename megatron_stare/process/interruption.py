@@ -231,9 +231,9 @@ class Interruption:
     def guard(self, on: bool) -> None:
         """Makes the main thread restore the signal handlers of this process. `guard(True)` begins a
         period in which the main thread restores the handlers again and again. `guard(False)` ends
-        this period. The main thread then restores the handlers one last time. Each call of `guard`
-        returns when the main thread has restored the handlers once, at the latest after UNHEARD_S
-        seconds."""
+        this period. The main thread then restores the handlers once more. Each call of `guard`
+        waits until the main thread has restored the handlers at least once. The wait ends after at
+        most UNHEARD_S seconds, even if the main thread has not restored the handlers."""
         self._put_back.clear()
         self._guarding = on
         self.wake()
@@ -487,11 +487,11 @@ def wait_for(future: Future[T], meanwhile: Callable[[], object] = lambda: None) 
 def makes_steps(grace_s: float | None) -> None:
     """Declares the beginning or the end of the time in which the run makes training steps. The
     session calls `makes_steps` with a number before the first step, and with None after the last
-    step. While the run makes training steps, a signal does not make `poll` raise KeyboardInterrupt,
-    with two exceptions. The first exception is an `open_to` context for the received signal. The
-    second exception is a SIGINT, SIGTERM or SIGHUP that arrived more than `grace_s` seconds ago.
-    Between two steps, the session calls `raise_if_received`, which raises KeyboardInterrupt for
-    every received signal.
+    step. While the run makes training steps, a received signal makes `poll` raise KeyboardInterrupt
+    in only two cases. In the first case, `poll` is called inside an `open_to` context that lists
+    the received signal. In the second case, the received signal is SIGINT, SIGTERM or SIGHUP, and
+    more than `grace_s` seconds have passed since the signal arrived. Between two steps, the session
+    calls `raise_if_received`, which raises KeyboardInterrupt for every received signal.
 
     Args:
         grace_s: time that the run has after SIGINT, SIGTERM or SIGHUP to end by itself, in seconds.

@@ -4,8 +4,9 @@ Ray keeps its own output files in each node's /tmp, and these files vanish with 
 therefore chooses a folder in the run directory, and passes the path of this folder to the workers
 in an environment variable. Every rank and engine that Ray hosts appends its stdout and stderr to
 its own file in this folder. Every server of an engine has a file of its own in this folder, next to
-the engine's file. When a server ends, its engine appends the end of the server's log, at most
-TAIL_BYTES bytes, to the server's file.
+the engine's file. A running server writes its log to a temporary file outside this folder. When an
+engine closes its server, the engine appends the end of the temporary log, at most TAIL_BYTES bytes,
+to the server's file in the run directory.
 """
 
 from __future__ import annotations

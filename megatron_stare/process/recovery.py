@@ -43,10 +43,10 @@ class Attempts:
 
     When the number of counted restarts is equal to the setting `attempts`, the run is not restarted
     again. The furthest step of a run is the highest step number that the run has finished so far. A
-    restart is no longer counted when the furthest step is at least `window_steps` steps higher than
-    the furthest step at the time of this restart. After a restart, the run first repeats the steps
-    after its last checkpoint. Repeated steps do not change the furthest step. A run that loses a
-    process again and again before it exceeds its furthest step is therefore restarted at most
+    restart is no longer counted once the run's furthest step has increased by `window_steps` or
+    more since this restart. After a restart, the run first repeats the steps after its last
+    checkpoint. Repeated steps do not change the furthest step. If every restart is followed by
+    another loss while the run still repeats steps, the run is therefore restarted at most
     `attempts` times in a row.
     """
 

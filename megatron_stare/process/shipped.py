@@ -33,10 +33,10 @@ _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("da
 
 
 def find_config(path: str | Path, beside: str | Path = ".") -> Path:
-    """Returns the path of a config file. First looks for the file `path` in the folder `beside`,
-    then looks for the shipped config `path`. If the folder `beside` does not contain the file and
-    no shipped config has the given path, returns the path `beside`/`path`, at which no file exists.
-    The path of a shipped config may omit the leading `configs/`."""
+    """Returns the path of a config file. First looks for `path` in the folder `beside`, then looks
+    for `path` among the shipped configs. If both searches find nothing, the function returns the
+    path `beside`/`path`, although no file exists there. The path of a shipped config may omit the
+    leading `configs/`."""
     here = Path(beside) / path
     for folder in (SHIPPED, SHIPPED / "configs"):
         shipped = (folder / path).resolve()

@@ -81,9 +81,11 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """Request for the sum of `x` over the positions in `mask`. If `exact` is true, the sum has the
-    same bits in whatever order ranks and micro-batches hold the positions, except for values of
-    2^40 or more, which are added in plain float64."""
+    """Request for the sum of `x` over the positions in `mask`. If `exact` is True, the way in which
+    positions are distributed over ranks and micro-batches does not change the bits of the sum. The
+    bits of the sum are guaranteed only if the magnitude of every value is below 2^40. Values of
+    larger magnitude are added in plain float64, so the order of these values can change the
+    rounding of the sum."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool

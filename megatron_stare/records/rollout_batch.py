@@ -6,16 +6,24 @@ A sample is a response. A sample has one or several branches, and each branch ha
 (trajectory.Branch). The model processes each branch as one sequence. RL methods treat all branches
 of a sample as one response.
 
-Shape legend: B = samples; S = branches; N = response positions of all samples, concatenated; T =
-positions of all branches with their contexts, concatenated; R = version runs; L = layers; K =
-experts per token in a mixture of experts. A version run is a sequence of consecutive tokens of one
-branch that have the same weight version. Samples are in canonical order: by prompt cursor, then by
-sample number. Branches are ordered by sample, then by the position of their first token in the
-response.
+Shape legend of a RolloutBatch:
+    B = number of samples;
+    S = number of branches;
+    N = number of response tokens in all samples;
+    T = number of context and response tokens in all branches;
+    R = number of version runs in all branches;
+    L = number of layers of the model;
+    K = number of experts per token in a mixture of experts.
 
-A RankShare holds only the branches of one rank. Shape legend of a RankShare: n = response positions
-of the rank's branches; t = positions of the rank's branches with their contexts; r = version runs
-of the rank's branches.
+A version run is a sequence of consecutive tokens of one branch that have the same weight version.
+
+Samples are in canonical order: by prompt cursor, then by sample number. Branches are ordered by
+sample, then by the position of their first token in the response.
+
+A RankShare holds only the branches of one rank. Shape legend of a RankShare:
+    n = number of response tokens in the branches of the rank;
+    t = number of context and response tokens in the branches of the rank;
+    r = number of version runs in the branches of the rank.
 """
 
 from __future__ import annotations

@@ -101,10 +101,10 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
     If a metric is a maximum, the result is the maximum over the updates. Counts of tokens are
     summed. A metric that is neither a maximum nor a count is averaged over the updates that report
-    the metric. The average leaves out updates on empty mini-batches, and updates whose scaled
-    gradient overflowed. If every update that reports a metric has an empty mini-batch or an
-    overflow, none of these updates is left out of the average. Only the first update reports the
-    metrics of the rollout batch.
+    the metric. Normally, the average leaves out two kinds of updates: updates on empty
+    mini-batches, and updates whose scaled gradient overflowed. If this rule would leave no update
+    for a metric, the metric is averaged over all updates that report the metric. Only the first
+    update reports the metrics of the rollout batch.
 
         update/count              optimizer steps taken
         update/finite             0 if any gradient was not finite

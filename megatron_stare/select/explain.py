@@ -260,8 +260,8 @@ def stability(rows: Sequence[Row], micro_batch: int) -> float:
     The returned share is a mean over `PACKINGS` random divisions of the rows into micro-batches.
 
     Tokens of positive advantage and tokens of negative advantage are ranked separately by
-    surprisal. In each ranking, the tokens with the highest surprisal are rare. The constant SHARE
-    sets the fraction of each ranking's tokens that count as rare (arXiv 2606.19236, section 3.2).
+    surprisal. In each of the two rankings, a token counts as rare if the token belongs to the
+    fraction SHARE with the highest surprisal (arXiv 2606.19236, section 3.2).
     """
     whole = _rare(rows)
     number = sum(int(each.sum()) for each in whole)
@@ -292,8 +292,9 @@ def repetition(rows: Sequence[Row]) -> float:
 
 def _rare(rows: Sequence[Row]) -> list[np.ndarray]:
     """Returns one mask for each row, over the row's sampled tokens. The mask is True for rare
-    tokens. Tokens of positive advantage and tokens of negative advantage are ranked separately. In
-    each of the two rankings, the tokens with the highest surprisal are rare."""
+    tokens. Tokens of positive advantage and tokens of negative advantage are ranked separately by
+    surprisal. In each of the two rankings, a token counts as rare if the token belongs to the
+    fraction SHARE with the highest surprisal."""
     lengths = [len(row.kept("log_probs")) for row in rows]
     surprisals = np.concatenate([-row.kept("log_probs") for row in rows])
     signs = np.sign(np.concatenate([_advantages(row) for row in rows]))

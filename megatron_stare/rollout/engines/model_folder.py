@@ -216,9 +216,10 @@ def sampled_text(
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns the text of every token, including special tokens. The concatenated texts of all
     tokens are the text of the sequence. If several tokens together encode one character, the last
-    of these tokens gets the character, and the other tokens get "". There is one exception: after 8
-    or more consecutive tokens that got "", the next character can go to a token that follows the
-    tokens that encode the character."""
+    of these tokens gets the character, and the other tokens get "". There is one exception. After 8
+    or more consecutive tokens with the text "", the function no longer decodes the text at every
+    token. A token that completes a character can then get "", and a later token gets the character
+    instead."""
     texts, start, read = [], 0, 0
     for end in range(1, len(ids) + 1):
         held = end - read

@@ -162,12 +162,12 @@ class Dispatch:
     replica sampled the earlier part of a response, the continuation is treated like a new request
     and goes to the replica with the most room.
 
-    If replicas have no capacity limit, Dispatch waits until every unfinished trajectory has a
-    waiting request, and then splits all waiting requests evenly over the replicas. With this even
-    split, the composition of a batch depends only on the trajectories, not on timing. A slow
-    environment delays all trajectories of the same `Serving` object: while the environment of one
-    trajectory runs a tool, this trajectory has no waiting request, and Dispatch assigns no requests
-    of the `Serving` object to the replicas.
+    If replicas have no capacity limit, Dispatch handles each `Serving` object separately. Dispatch
+    waits until every unfinished trajectory of the `Serving` object has a waiting request, and then
+    splits these requests evenly over the replicas. With this even split, the composition of a batch
+    depends only on the trajectories, not on timing. One slow environment therefore delays all
+    trajectories of the same `Serving` object. While an environment runs a tool, the trajectory of
+    this environment sends no request, and all other trajectories of the `Serving` object must wait.
 
     Args:
         held: function that returns True while replicas must not be called for tokens. `hold` waits

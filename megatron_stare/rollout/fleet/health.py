@@ -141,10 +141,10 @@ class FleetHealth:
     start of the next rollout, all back-offs end and no replica is avoided any more.
 
     After a lost request, a replica is suspected until the replica answers a request. A suspected
-    replica receives only one request at a time. As soon as the fleet no longer avoids a suspected
-    replica, the fleet prefers this replica to healthy replicas. The suspected replica thus receives
-    one request as a test. If the fleet preferred healthy replicas, a suspected replica might never
-    receive a request again, and would stay suspected.
+    replica receives only one request at a time. When the fleet no longer avoids a suspected
+    replica, the fleet tests this replica with one request. For the test request, the fleet prefers
+    the suspected replica to healthy replicas. If the fleet preferred healthy replicas, a suspected
+    replica might never receive a request again, and would stay suspected.
 
     Args:
         back_off_s: seconds after a lost request in which the replica receives no other request. The

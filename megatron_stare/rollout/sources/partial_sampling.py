@@ -58,11 +58,12 @@ class PartialGroups(Groups):
     the groups whose prompts come first in the prompt stream.
 
     Between steps, this object keeps every prompt that was taken from the stream but neither trained
-    on nor dropped. Each prompt of the stream is therefore used at most once. A complete group waits
-    for a later step only if the current step is already full of complete groups whose prompts come
-    earlier in the prompt stream. Each unfinished response grows in every step. The age of a token,
-    in weight versions, is therefore at most `ceil(max_new_tokens / tokens) - 1 + (under_way - 1) //
-    groups`.
+    on nor dropped. Each prompt of the stream is therefore used at most once. If more groups are
+    complete than the current step needs, the surplus groups wait for a later step. The surplus
+    groups are the complete groups whose prompts come last in the prompt stream. A complete group
+    never waits while the current step still needs groups. Each unfinished response grows in every
+    step. The age of a token, in weight versions, is therefore at most `ceil(max_new_tokens /
+    tokens) - 1 + (under_way - 1) // groups`.
 
     If dynamic sampling is off, this object drops no groups. If dynamic sampling is on (see
     InformativeGroups), this object drops every complete group whose rewards are all equal. If a

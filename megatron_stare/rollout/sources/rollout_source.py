@@ -102,9 +102,9 @@ class _Judging:
         return await verdict
 
     async def without(self, prompt: Prompt) -> None:
-        """Reduces by one the number of responses that are expected for a prompt. Compares the
-        reduced number with the number of responses to the prompt that wait for a verdict. If the
-        two numbers are equal, verifies the waiting responses together."""
+        """Reduces by one the number of responses that are expected for a prompt. If the number of
+        arrived responses to the prompt now equals the number of expected responses, verifies all
+        arrived responses together."""
         self._wanted[prompt.cursor] -= 1
         await self._judge_whole(prompt)
 

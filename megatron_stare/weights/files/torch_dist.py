@@ -158,9 +158,10 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Returns a sort key for a block. The key consists of the name of the file that holds the
-        block's first row, and a number that increases from the start of this file to its end. If
-        blocks are sorted by this key, each file is read from front to back."""
+        """Returns a sort key for a block. The key consists of a file name and a number. The file is
+        the one that stores the block's first row. The number is the byte offset, in this file, of
+        the chunk that contains the row, plus the row's index in the chunk. If blocks are sorted by
+        this key, the chunks of each file are read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):

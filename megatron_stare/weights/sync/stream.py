@@ -293,9 +293,10 @@ def _post(
 
 def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
     """Returns the values of `piece` from this rank's shard. The returned tensor is a view of the
-    shard, unless Megatron has split a query group over ranks. For a fused query, key and value
-    parameter, the returned tensor can have the leading dimensions [query groups, heads, head_dim]
-    instead of one dimension for the rows."""
+    shard, unless Megatron has split a query group over ranks. Megatron stores the query, key and
+    value weights of a layer in one fused parameter. For a piece of such a fused parameter, the
+    returned tensor can have the three leading dimensions [query groups, heads, head_dim] instead of
+    one dimension for the rows."""
     shard = mine[piece.parameter]
     return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[
         piece.number

@@ -102,8 +102,8 @@ class SyncTarget(Protocol):
 
     def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
         """Returns one tuple of trainer ranks for each engine. Entry i of the tuple is a trainer
-        rank that uses the same device as rank i of the engine. Several ranks of an engine can have
-        the same trainer rank.
+        rank that uses the same device as rank i of the engine. A tuple can contain the same trainer
+        rank several times, because several ranks of an engine can use the same device.
 
         Args:
             places: identifiers of all trainer ranks, see `here`.

@@ -127,8 +127,8 @@ class ServerLayout:
     def cut_over(self, name: str, shape: ModelShape) -> int:
         """Returns the number of ranks in the group of ranks that a tensor belongs to. The group is
         either one attention-DP group or all ranks of the server. A sharded tensor is split over the
-        ranks of the group. For a replicated tensor, of which every rank holds a whole copy, this
-        method also returns the size of the group, and not 1."""
+        ranks of the group. Every rank holds a whole copy of a replicated tensor, but even for a
+        replicated tensor, the method returns the number of ranks in the group."""
         rule = _rule(name, shape)
         return self.group if rule is not None and self._by_group(rule) else self.tensor
 
