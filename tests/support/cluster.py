@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,10 @@ import ray
 from ray.cluster_utils import Cluster
 from support.runs import ROOT
 
+from megatron_stare.cluster.ray import cluster_nodes
+
 FAKE = "fake_gpu"
+WAIT_S = 60.0
 # a node that is killed is known to be lost in a second, not in ten
 QUICK = {
     "health_check_initial_delay_ms": 0,
@@ -36,6 +40,7 @@ class Nodes:
     def __init__(self, cluster: Any, nodes: list[Any], gpus: int) -> None:
         self._cluster, self._nodes, self._gpus = cluster, nodes, gpus
         self.address: str = cluster.address
+        self.total = len(nodes) * gpus
 
     def add(self) -> str:
         """The id of one more."""
@@ -74,13 +79,17 @@ def simulated(nodes: int, gpus: int) -> Iterator[Nodes]:
 
 @contextmanager
 def joined(nodes: Nodes) -> Iterator[None]:
-    """This process as a driver of the cluster."""
+    """This process as a driver of the cluster. A node may be alive before its GPUs are counted as
+    free, so they are waited for."""
     with suppress(Exception):
         ray.shutdown()
     ray.init(
         address=nodes.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
     )
     try:
+        deadline = time.monotonic() + WAIT_S
+        while sum(node.free for node in cluster_nodes(FAKE)) < nodes.total:
+            assert time.monotonic() < deadline
         yield
     finally:
         ray.shutdown()
