@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import torch
 from support import sglang_servers as servers
+from support.runs import ROOT
 
 from megatron_stare.config.fault_sections import FaultsConfig
 from megatron_stare.config.process_settings import check_ports
@@ -49,7 +51,9 @@ from megatron_stare.rollout.engines.sglang.replica import (
 from megatron_stare.rollout.engines.sglang.serve import remove_shared_memory
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_checks import LAUNCH_SETTINGS
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION, share_of_ports
+from megatron_stare.weights.files.check import expected
 
 SHAPE = read_shape(servers.MODEL)
 MOE = replace(SHAPE, family="qwen3_moe", experts=8, experts_per_token=2, expert_ffn=64, kv_heads=4)
@@ -195,14 +199,16 @@ def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
 
 
 def test_what_groups_with_requests_of_their_own_keep_on_a_gpu():
-    """A GPU keeps a group's share of attention and embedding, and a server's share of the rest.
-    Each group caches its own requests, of which a rank has more heads."""
+    """A GPU keeps a group's share of attention and embedding, a server's share of the rest, and
+    whole norms. Embedding and head have 64 rows, of which 16 are words. Each group caches its own
+    requests, of which a rank has more heads."""
     shape = replace(
         SHAPE, family="qwen3", qk_norm=True, qkv_bias=False, heads=8, kv_heads=4, head_dim=12
     )
-    # of three layers, with their norms; 16 words
-    attention = 3 * (2 * 8 + 2 * 4) * 12 * 96 + 3 * 2 * 12 + 16 * 96
-    rest = 3 * 3 * 256 * 96 + (2 * 3 + 1) * 96 + 16 * 96
+    # of three layers
+    attention = 3 * (2 * 8 + 2 * 4) * 12 * 96 + 64 * 96
+    rest = 3 * 3 * 256 * 96 + 64 * 96
+    norms = 3 * (2 * 12 + 2 * 96) + 96
     for groups, sharing in ((1, 4), (2, 2), (4, 1)):
         asked = config(
             device="cuda", tensor_parallel=4, attention_data_parallel=groups, cache_tokens=1000
@@ -210,10 +216,26 @@ def test_what_groups_with_requests_of_their_own_keep_on_a_gpu():
         kept = server_memory(asked, shape, 10**9)
         token = 2 * 3 * max(4 // sharing, 1) * 12 * 4
         assert kept.cache == 1000 * token
-        if groups == 1:
-            assert kept.weights == (attention + rest) * 4 // 4
-        else:
-            assert kept.weights == attention * 4 // sharing + rest * 4 // 4
+        assert kept.weights == (attention // sharing + rest // 4 + norms) * 4
+
+
+def test_what_every_rank_of_a_server_keeps_whole():
+    """DeepSeek's projections into the latents, routers and norms; of two key heads, a rank of four
+    keeps one. Experts are counted as one by one."""
+    shape = read_shape(ROOT / "assets/architectures/deepseek-v3")
+    layout = ServerLayout("cuda", 16)
+    for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+        name = f"model.layers.0.self_attn.{name}.weight"
+        assert layout.elements(name, expected(shape)[name], shape) == math.prod(
+            expected(shape)[name]
+        )
+    few = replace(MOE, kv_heads=2, layers=1)
+    for layout in (ServerLayout("cuda", 4), ServerLayout("cuda", 4, 2), ServerLayout("cuda", 4, 4)):
+        for name, sizes in expected(few).items():
+            parts = layout.parts(name, torch.zeros(sizes), few, 0)
+            assert layout.elements(name, sizes, few) == sum(map(torch.numel, parts)), name
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert layout.elements(name, expected(few)[name], few) * 2 == math.prod(expected(few)[name])
 
 
 def test_what_is_not_set_on_gpus_is_sglangs_choice():

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -349,13 +347,12 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
     free within `sglang.memory_fraction`. If `sglang.cache_tokens` is set, the cache takes at most
     the memory for `sglang.cache_tokens` tokens."""
     asked, size = config.sglang, DTYPES[served_dtype(config)].itemsize
-    layout = replace(server_layout(config), device="cuda")
-    by_cut: Counter[int] = Counter()
+    layout = server_layout(config)
+    weights = 0
     for name, sizes in expected(shape).items():
         # the scales of 8-bit weights, 2 in 10,000 bytes, are not counted
         stored = 1 if asked.quantization and rounds(name, shape) else size
-        by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * stored
-    weights = sum(whole // ranks for ranks, whole in by_cut.items())
+        weights += layout.elements(name, sizes, shape) * stored
     # with fewer heads than ranks, several ranks share a head
     heads = max(-(-shape.kv_heads // layout.group), 1)
     # every rank holds the full latent

@@ -6,6 +6,7 @@ The sharding follows these source files of the supported SGLang releases: `layer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,13 +125,19 @@ class ServerLayout:
                 ]
         return [tensor]
 
-    def cut_over(self, name: str, shape: ModelShape) -> int:
-        """Returns the number of ranks in the group of ranks that a tensor belongs to. The group is
-        either one attention-DP group or all ranks of the server. A sharded tensor is split over the
-        ranks of the group. Every rank holds a whole copy of a replicated tensor, but even for a
-        replicated tensor, the method returns the number of ranks in the group."""
-        rule = _rule(name, shape)
-        return self.group if rule is not None and self._by_group(rule) else self.tensor
+    def elements(self, name: str, sizes: Sequence[int], shape: ModelShape) -> int:
+        """Returns how many elements of a Hugging Face tensor the first rank stores. Every rank
+        stores as many, except that a rank's experts are other ones.
+
+        Args:
+            name: see parts.
+            sizes: shape of the full tensor.
+        """
+        if _is_expert(name):  # a model has thousands of these tensors
+            mine = _expert(name) < shape.experts // self.expert
+            return math.prod(sizes) // self._ranks_an_expert if mine else 0
+        parts = self.parts(name, torch.empty(tuple(sizes), device="meta"), shape, 0)
+        return sum(part.numel() for part in parts)
 
     def first_expert(self, shape: ModelShape, rank: int) -> int:
         """Returns the index of the first expert that a rank holds, or 0 if the model has no
