@@ -159,6 +159,15 @@ def test_the_change_that_brings_the_figures_back_is_named() -> None:
     assert not none.reproduced and not none.cause and "a cause outside" in none.why
 
 
+def test_a_re_run_without_the_figure_that_departs_does_not_explain_it() -> None:
+    record = course(0.6, agreement=1e-3)
+    nothing = [{**each, "entropy/mean": math.nan} for each in record]
+    found = explain(
+        BEFORE, record, [Remade(None, course(agreement=1e-3)), Remade(LATE, nothing)], **EXACT
+    )
+    assert not found.cause and "entropy" in found.why
+
+
 def test_a_run_that_is_not_exact_is_held_to_its_noise() -> None:
     other = course(loss=0.2)
     for exact, shift, reproduced in ((True, 0.0, False), (False, 0.0, True), (False, 1.0, False)):

@@ -229,6 +229,8 @@ def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
     the run. The arguments `line` and `base` are the results of the changed and of the unchanged
     re-run. `departs` contains the name 'entropy', 'agreement' or 'reward' if the unchanged re-run
     differs from the record in this quantity by more than FAR standard errors."""
+    if not line.missed.keys() >= set(departs):  # the re-run has no finite value to compare
+        return False
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:
