@@ -172,7 +172,7 @@ The share of the mean gradient is called the coupling. Most grids of experiments
 and the entropy target, with one experiment for each combination of values. In each experiment, all
 methods train in the same {seeds} random worlds with the same random numbers. Some
 methods have only one of the two settings that a grid varies. If two such methods are compared,
-several experiments repeat the same trainings, and count once.
+experiments that repeat the same trainings count as one experiment.
 
 The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
 compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best

@@ -56,8 +56,8 @@ def require_token() -> None:
 
 
 def authenticate(address: str) -> None:
-    """Connects to the head of the Ray cluster at `address`. If the head requires a token, switches
-    on Ray's token authentication in this process and its child processes. If the user has a token,
+    """Connects to the head of the Ray cluster at `address`. Switches on Ray's token authentication
+    in this process and its child processes if the head requires a token. If the user has a token,
     the command `ray start` by default starts a head that requires a token. By default, a run that
     starts Ray itself leaves a token in the user's file ~/.ray/auth_token. By default, a cluster
     that scripts/ray_up.sh started neither asks for tokens nor sends tokens. A driver with token

@@ -221,8 +221,8 @@ def _reason(
     has: Collection[str],
     off: Collection[str],
 ) -> str:
-    """Returns the reason why a feature that is chosen automatically (null) is off, or "" if the
-    feature is on.
+    """Returns the reason why a feature is off, or "" if it is on. Applies to features whose
+    setting is null, so that the run chooses automatically.
 
     Args:
         off: names of features in earlier rows that are off.

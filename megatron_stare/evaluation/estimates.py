@@ -88,9 +88,10 @@ def _not_beaten(
     many responses of each class in `others`.
 
     The weight of a draw is a product of factors, divided by 1 + T. The product has one factor for
-    each class in `others`, and one factor for the responses without an answer. If a draw contains i
-    responses of a class, entry i of the array of this class is the factor. T is the number of tied
-    classes. A class in `others` is tied if the draw contains exactly `a` responses of this class.
+    each class in `others`, and one factor for the responses without an answer. The factor of a
+    class is entry i of the class's array, where i is the number of its responses in the draw. T is
+    the number of tied classes. A class in `others` is tied if the draw contains exactly `a`
+    responses of this class.
 
     Args:
         others: one array [c + 1] of factors for each class, where c is the number of responses in

@@ -4,11 +4,11 @@ it.
 All three methods look for the answer in the same part of the response, called the answer region.
 The verifier determines the answer region in two steps.
 
-First, the verifier selects a text by a tag. The verifier tries the tags in the order <answer>,
-</thinking>, </think>, and uses the first tag that occurs anywhere in the response. For the tag
-<answer>, the selected text is the text inside the last <answer>. For the tag </thinking> or
-</think>, the selected text is the text after the last occurrence of the tag. If the response
-contains none of the three tags, the selected text is the whole response.
+First, the verifier looks for a tag, to select a part of the response. It tries the tags in the
+order <answer>, </thinking>, </think>, and uses the first tag that occurs anywhere in the response.
+For the tag <answer>, the selected text is the text inside the last <answer>. For the tag
+</thinking> or </think>, the selected text is the text after the last occurrence of the tag. If the
+response contains none of the three tags, the selected text is the whole response.
 
 Second, the verifier shortens the selected text. If the selected text contains a mark such as 'Final
 Answer' or 'Conclusion', the answer region is the text after the mark's last occurrence. If the

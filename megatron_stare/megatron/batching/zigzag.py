@@ -60,9 +60,9 @@ class Zigzag:
     def order(self, lengths: Sequence[int]) -> Tensor:
         """Returns a permutation of the t columns of a packed row, as an int64 tensor [t]. Each
         context-parallel rank holds a part of the columns. Concatenating the parts of all ranks in
-        rank order gives a tensor whose columns are in a wrong order. Entry i of the returned
-        permutation is the index of column i of the packed row in this concatenation. To restore the
-        packed row, index the concatenation with the returned permutation."""
+        rank order gives a tensor with the same columns in another order. Entry i of the
+        permutation says where this tensor has column i of the packed row. To restore the packed
+        row, index the tensor with the permutation."""
         return torch.cat(
             [Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]
         ).argsort()

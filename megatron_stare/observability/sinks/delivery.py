@@ -104,7 +104,8 @@ class Delivered:
         first. The items are the name of the alert, a bool, and the last step of the alert. The bool
         is False if the post announced the beginning of the alert, and True if the post announced
         the end of the alert.
-    `dir`: absolute path of the run directory that wrote the file; "" in files of old releases.
+    `dir`: absolute path of the directory of the run that wrote the file; "" in files of old
+        releases.
     """
 
     file: Path
