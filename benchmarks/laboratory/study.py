@@ -165,14 +165,15 @@ entropy, expected reward and pass@k are exact.
 
 **Coupling.** When a network trains on one prompt, its answers to other prompts change too. A toy
 world imitates this effect. It mixes each prompt's gradient with the mean gradient of all prompts.
-The share of the mean gradient is called the coupling. Most grids of experiments have a coupling of
-0.5, and `clip_updates` has 0.9. The grids `coupling` and `hard_prompts` compare several couplings.
+The share of the mean gradient is called the coupling. Most grids of experiments use a coupling of
+0.5. The grid `clip_updates` uses 0.9, and the grids `coupling` and `hard_prompts` compare several
+values.
 
 **Grids of experiments.** A grid of experiments varies two settings, for example the learning rate
 and the entropy target, with one experiment for each combination of values. In each experiment, all
-methods train in the same {seeds} random worlds with the same random numbers. Some
-methods have only one of the two settings that a grid varies. If two such methods are compared,
-experiments that repeat the same trainings count as one experiment.
+methods train in the same {seeds} random worlds with the same random numbers. Some methods have only
+one of the two settings that a grid varies. If two such methods are compared, experiments that
+repeat the same trainings count as one experiment.
 
 The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
 compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best
@@ -656,9 +657,10 @@ def fall(maps: Mapping[str, Mapping[str, Any]]) -> list[str]:
     said = []
     if never:
         said.append(
-            "In the grid of experiments `critical_weight`, a toy policy makes one small update with"
-            f" a weight W of at most {largest:g}. With these variants of STARE, the update lowers"
-            f" entropy for every W: {'; '.join(name.removeprefix('STARE ') for name in never)}."
+            "In the grid of experiments `critical_weight`, a toy policy makes one small update, in"
+            f" which STARE's weight W is at most {largest:g}. With these variants of STARE, the"
+            " update lowers entropy for every W:"
+            f" {'; '.join(name.removeprefix('STARE ') for name in never)}."
         )
     for name, found in at.items():
         if "none" not in found:

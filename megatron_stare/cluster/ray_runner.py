@@ -71,8 +71,8 @@ def hosted_engine(
 
 
 def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
-    """Makes the ReplicaPart of one node, inside an actor on this node. A replica has one
-    ReplicaPart on each of its nodes except the first node."""
+    """Makes a replica's ReplicaPart for one node. Is called in an actor on this node. A replica has
+    one ReplicaPart on each of its nodes except the first node."""
     return make_part(config, number, node, server_address(config))
 
 

@@ -36,7 +36,8 @@ class Facts:
     `entropy`: mean entropy over the run's first 5 steps, in nats.
     `entropy_now`: mean entropy over the newest 5 steps that `megatron-stare suggest` has read, in
         nats.
-    `plain`: the entropy change P with both weights at 1, in nats per unit step in the logits.
+    `plain`: change P of the entropy if both weights are 1, in nats for a step of size 1 in the
+        logits.
     `plus`, `minus`: the contributions G+ and G- to the entropy change P, in nats per unit step in
         the logits.
     """

@@ -153,10 +153,10 @@ def token_numbers(
     A token's weight is the slope of the on-policy loss with respect to the token's log-prob,
     divided by -(coefficient x advantage). The weight is the total factor on the token's advantage,
     including STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms.
-    The weight has the same definition for every method, including a method in a user's own file. A
-    token with coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If several
-    ranks hold tokens of the same responses, all these ranks must call `token_numbers`, because a
-    method's loss may contain a sum over these ranks.
+    This definition of the token weight holds for every algorithm, also for one in a user's own
+    file. A token with coefficient 0 has weight 0, and a token with advantage 0 has weight NaN. If
+    several ranks hold tokens of the same responses, all these ranks must call `token_numbers`,
+    because a method's loss may contain a sum over these ranks.
 
     Args:
         objective: the update's objective.

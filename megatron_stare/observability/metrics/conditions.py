@@ -258,9 +258,9 @@ class _Sides(Window):
 
 @dataclass(frozen=True)
 class OffTarget(Condition):
-    """Tests whether entropy has reached its target and has then stayed outside the target's band
-    for `OFF_TARGET_STEPS` steps in a row. Until entropy reaches its target for the first time, the
-    condition does not hold."""
+    """Tests whether entropy has left its target again: after it reached the target, it lies outside
+    the target's band for `OFF_TARGET_STEPS` steps in a row. Until entropy reaches its target for
+    the first time, the condition does not hold."""
 
     def __str__(self) -> str:
         return (

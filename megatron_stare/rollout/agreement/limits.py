@@ -62,9 +62,9 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """Returns the configured limits. The default limits on single tokens, on the mean and on
-        quantiles depend on the coarsest of four dtypes: the dtypes of the trainer, of the engines,
-        of the engines' weights and of the engines' cache."""
+        """Returns the configured limits. The default limits depend on the least precise of four
+        dtypes: those of the trainer's computation, the engines' computation, the engines' weights
+        and the engines' cache."""
         asked, own = config.agreement, config.sglang.agreement_limit
         if config.coarsest_dtype not in BOUNDS:
             return cls(LARGEST["float32"] if own is None else own)

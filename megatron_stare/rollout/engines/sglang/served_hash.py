@@ -62,7 +62,7 @@ class TiledDigest:
     """Computes the same hash as SGLang's GPU kernel. The computation runs on the device of the
     tensors that are hashed.
 
-    Adding bytes does not synchronize with the device. Only `hexdigest` and pickling synchronize.
+    Methods that add bytes do not wait for the device. Only `hexdigest` and pickling wait.
 
     Zero bytes pad the hashed bytes to a whole number n of 32-bit words. The operator ^ is XOR, and
     rotl(i, r) rotates the 32-bit number i to the left by r bits. The function fmix is the finalizer
