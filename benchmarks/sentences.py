@@ -6,7 +6,8 @@ reading.
 Half are drawn from docs/ and README.md, half from docstrings of the package. The reader sees only
 the file's name and the sentence, and sets `again` to true or false. Marks that were given are in
 benchmarks/results/sentences.json. Its part `beside_others` counts the marks of readers who got
-sentences of this project and of TRL, verl, slime and Megatron-core together, without names.
+sentences of this project together with sentences of TRL, verl, slime and Megatron-core, or of
+PyTorch, NumPy and CPython, without names.
 """
 
 from __future__ import annotations
