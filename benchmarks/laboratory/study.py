@@ -118,10 +118,10 @@ large model was trained.**
 
 Each row of the first table sums up one [grid of experiments](#how-it-was-measured) in toy worlds. A
 method is in the column "higher pass@1" if its pass@1 is significantly higher than GRPO's in at
-least half of the grid's experiments, and correspondingly in "lower pass@1". The number after a
-method's name is a mean difference, the method's pass@1 minus GRPO's. The first table leaves out
-methods whose mean difference is between -{least} and {least}. The [list of methods](#methods)
-explains the methods' names.
+least half of the grid's experiments. It is in the column "lower pass@1" if its pass@1 is
+significantly lower in at least half of them. The number after a method's name is a mean difference,
+the method's pass@1 minus GRPO's. The first table leaves out methods whose mean difference is
+between -{least} and {least}. The [list of methods](#methods) explains the methods' names.
 """
 CHOOSING = """\
 ## How to choose
@@ -165,15 +165,15 @@ entropy, expected reward and pass@k are exact.
 
 **Coupling.** When a network trains on one prompt, its answers to other prompts change too. A toy
 world imitates this effect. It mixes each prompt's gradient with the mean gradient of all prompts.
-The share of the mean gradient is called the coupling. Most grids of experiments use a coupling of
-0.5. The grid `clip_updates` uses 0.9, and the grids `coupling` and `hard_prompts` compare several
-values.
+The mean gradient's share of the mixture is called the coupling. Most grids of experiments use a
+coupling of 0.5. The grid `clip_updates` uses 0.9, and the grids `coupling` and `hard_prompts`
+compare several values.
 
 **Grids of experiments.** A grid of experiments varies two settings, for example the learning rate
 and the entropy target, with one experiment for each combination of values. In each experiment, all
 methods train in the same {seeds} random worlds with the same random numbers. Some methods have only
-one of the two settings that a grid varies. If two such methods are compared, experiments that
-repeat the same trainings count as one experiment.
+one of the two settings that a grid varies. If both compared methods lack a setting, experiments
+that differ only in this setting are the same, and count as one.
 
 The toy worlds have their own implementation of each method, which `tests/test_laboratory.py`
 compares with this project's implementation. `benchmarks/results/laboratory/README.md` has the best

@@ -11,7 +11,7 @@ the trainer that learns compute different probabilities for the same token.
 
 The importance weight is detached, and multiplies the clipped policy loss. Truncated importance
 sampling is described at fengyao.notion.site (off-policy-rl). "When Speed Kills Stability" (Liu, Li
-et al. 2025) describes the mode `mask`, and an importance ratio R that all tokens of a response
+et al. 2025) describes both the mode `mask` and an importance ratio R that all tokens of a response
 share. The modes and the veto follow slime's mis.py.
 """
 

@@ -4,11 +4,11 @@
     L = ln p, or ln p + H with `centred`
 
 With zeta above 0, rare tokens of right answers gain weight, and rare tokens of wrong answers lose
-weight. In the paper, L is the centred log-prob ln p + H, where H is the entropy. In the public
-code, a pull request to SkyRL, L is the log-prob ln p. With `entropy_target`, every step changes
-zeta before the loss is computed. If `statistics.gate` is `lagged`, every step changes zeta after
-the loss is computed. If the entropy is below the target, the step doubles a positive zeta or halves
-a negative zeta. If the entropy is above the target, the step halves a positive zeta or doubles a
+weight. In the paper, L is the centred log-prob ln p + H, where H is the entropy. In the public code
+(a pull request to SkyRL), L is the log-prob ln p. With `entropy_target`, every step changes zeta
+before the loss is computed. If `statistics.gate` is `lagged`, every step changes zeta after the
+loss is computed. If the entropy is below the target, the step doubles a positive zeta or halves a
+negative zeta. If the entropy is above the target, the step halves a positive zeta or doubles a
 negative zeta. If halving would make |zeta| smaller than `zeta_min`, |zeta| becomes `zeta_min` and
 the sign of zeta changes. The implementation of the rule for zeta follows a description of the
 public code. The description does not state in which order the cases of the rule apply, so this

@@ -22,9 +22,9 @@ estimator are the mean entropy of every batch and the measured changes y. Before
     e = (r - d - b) / kappa - P             D = G+^2 + G-^2 + (floor mean G+)^2
     W = 1 + G+ e / D, M = 1 + G- e / D
 
-Both factors are then limited to their bounds. If a bound changes the effect of one factor on the
-forecast, the controller makes up for this change with the other factor, as far as the bounds of the
-other factor allow.
+Both factors are then limited to their bounds. If a bound limits one factor, the forecast changes
+less than planned. The controller then makes up for the difference with the other factor, within the
+bounds of the other factor.
 
 The controller does not choose W and M if fewer than five changes have been measured, if kappa is at
 most twice its standard error, or if G+ is at most `floor` times the running mean of G+. The step

@@ -75,10 +75,10 @@ def half_started(error: BaseException) -> Any:
 
     A failed start of Ray can leave processes behind. The function `undo` ends these processes.
     Without a call of `undo`, these processes run until this Python process ends. Ray does not
-    return the record after a failed start. The record is a Python object. If a method of the record
-    raised or passed on `error`, the traceback of `error` contains the stack frame of this method.
-    In this frame, the local variable `self` is the record. `half_started` therefore searches the
-    traceback for the record.
+    return the record after a failed start. The record is a Python object. If `error` was raised in
+    a method of the record, or passed through it, the traceback of `error` contains the stack frame
+    of this method. In this frame, the local variable `self` is the record. `half_started` therefore
+    searches the traceback for the record.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     owners = (frame.f_locals.get("self") for frame in frames)

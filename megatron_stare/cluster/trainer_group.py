@@ -391,7 +391,8 @@ class Runner(Protocol):
 
 class TrainerWeights(WeightStream):
     """Weight stream of the trainer's ranks. `send_to` makes the ranks send the weights directly to
-    a SyncTarget. The method `buckets` yields one bucket of weights at a time, from rank 0.
+    a SyncTarget. The method `buckets` reads the weights from rank 0, and yields one bucket at a
+    time.
 
     Args:
         layouts: layouts of the buckets, in order.

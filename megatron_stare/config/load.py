@@ -258,9 +258,9 @@ def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
 
     An error can also concern a whole section. In this case, the function examines all layers that
     set a part of the section, from the highest layer to the lowest layer. For each examined layer,
-    the function merges only the layers that are lower than the examined layer. If the merged
-    settings do not have the error, the examined layer causes the error. The function returns the
-    source of the first examined layer that causes the error.
+    the function merges only the layers that are lower than the examined layer. If these lower
+    layers alone do not lead to the error, the examined layer causes the error. The function returns
+    the source of the first examined layer that causes the error.
 
     If the function finds no such layer, the function returns the source of the highest layer that
     is not an override.

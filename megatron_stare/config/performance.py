@@ -221,8 +221,8 @@ def _reason(
     has: Collection[str],
     off: Collection[str],
 ) -> str:
-    """Returns the reason why a feature is off, or "" if it is on. Applies to features whose
-    setting is null, so that the run chooses automatically.
+    """Returns the reason why a feature is off, or "" if it is on. Applies to features whose setting
+    is null, which means that the run decides whether the feature is on.
 
     Args:
         off: names of features in earlier rows that are off.

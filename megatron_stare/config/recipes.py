@@ -133,7 +133,8 @@ def recipes() -> Mapping[str, Recipe]:
 
 
 def refused() -> Mapping[str, str]:
-    """Returns the published runs that have no recipe, with the reason for each run."""
+    """Returns the published runs that have no recipe, and for each of these runs the reason why it
+    has none."""
     return dict(_index()["refused"])
 
 

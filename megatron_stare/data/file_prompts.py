@@ -250,9 +250,9 @@ class FilePrompts:
         prompt.
 
         Let n be the number of prompts that a file has supplied. The deadline of the file is (n + 1)
-        times the sum of all weights, divided by the file's weight, and rounded up. When all files
-        together have supplied this number of prompts, the file's target is at least n + 1 for the
-        first time. If several files have the same earliest deadline, the first of these files
+        times the sum of all weights, divided by the file's weight, and rounded up. This number is
+        the smallest total of prompts, over all files together, at which the file's target is at
+        least n + 1. If several files have the same earliest deadline, the first of these files
         supplies the next prompt. Under the deadline rule, the number of prompts from a file always
         differs from the file's target by less than 1 (Baruah et al., Proportionate Progress,
         Algorithmica 15, 1996).

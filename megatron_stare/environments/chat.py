@@ -45,8 +45,8 @@ class LeftOut(NamedTuple):
     """Text that a chat template removes from a turn of the policy when later messages follow the
     turn.
 
-    `opening`: the removed token ids at the end of the turn's opening. These token ids start the
-        thinking or form an empty thought.
+    `opening`: the last token ids of the turn's opening, if the template removes them. These token
+        ids open the thinking, or open it and close it again with nothing inside.
     `thinking`: True if the template removes the thinking that the policy wrote.
     """
 

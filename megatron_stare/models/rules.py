@@ -3,10 +3,10 @@ that make up a parameter, and defines how the parameter is split over tensor-par
 
 Every model family has a table of rules. The same rules serve to load, export, stream and convert
 weights, and to export gradients. Rules use Megatron's parameter names, with layers numbered as in
-the whole model. Rules cover both layer specs. In the local spec, norms and experts' matrices are
-separate parameters. In Transformer Engine's spec, a norm is usually fused into the linear layer
-that follows the norm. In Transformer Engine's spec, each expert's matrices are weights of a grouped
-GEMM, and the names of these weights end with the expert's number.
+the whole model. Rules cover both layer specs. In the local spec, a norm is a parameter of its own,
+and so is the matrix of each expert. In Transformer Engine's spec, a norm is usually fused into the
+linear layer that follows the norm. In Transformer Engine's spec, each expert's matrices are weights
+of a grouped GEMM, and the names of these weights end with the expert's number.
 """
 
 from __future__ import annotations

@@ -330,11 +330,11 @@ def _check_local(used: Tensor, slope: Tensor) -> None:
     """Checks that the loss of each token is independent of all other tokens. A slope is the
     derivative of the loss with respect to one token's log-prob or entropy. Each token has one slope
     in `used` and one slope in `slope`. The slope in `used` was computed while the log-probs and
-    entropies of later chunks were still unknown. The slope in `slope` was computed after all
-    chunks. If the loss of each token is independent of other tokens, the two slopes of each token
-    are equal up to rounding errors. If the two slopes of a token differ by more than a rounding
-    error, the loss couples tokens, and `_check_local` raises RuntimeError. On a GPU, the error is
-    raised at the next synchronisation.
+    entropies of later chunks were still unknown. The slope stored in `slope` was computed after all
+    chunks had been processed. If the loss of each token is independent of other tokens, the two
+    slopes of each token are equal up to rounding errors. If the two slopes of a token differ by
+    more than a rounding error, the loss couples tokens, and `_check_local` raises RuntimeError. On
+    a GPU, the error is raised at the next synchronisation.
 
     Args:
         used: the slopes that were computed chunk by chunk. The gradient was computed from these

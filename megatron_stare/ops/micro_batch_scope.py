@@ -84,11 +84,11 @@ def summary(
 
     In the copy, a threshold or quantile is the mean of the values that were computed separately in
     each micro-batch. The mean omits a micro-batch in which the threshold or quantile is not
-    defined. In a Threshold of the copy, the number of selected tokens (`k`) is the sum of the
-    numbers of selected tokens in the micro-batches. The field `key` of this Threshold is 0, because
-    the Threshold is only logged and never used to select tokens. The parameters `group` and
-    `micro_batch_group` are described in `gather_by_micro_batch`. If several ranks hold tokens of
-    the same micro-batches, only the first of these ranks adds its values to the summary.
+    defined. In the copy, the `k` of each Threshold (the number of selected tokens) is the sum of
+    `k` over the micro-batches. The field `key` of this Threshold is 0, because the Threshold is
+    only logged and never used to select tokens. The parameters `group` and `micro_batch_group` are
+    described in `gather_by_micro_batch`. If several ranks hold tokens of the same micro-batches,
+    only the first of these ranks adds its values to the summary.
     """
     speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}

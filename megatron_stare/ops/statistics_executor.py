@@ -114,7 +114,7 @@ def _sums(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns a dict that maps the name of each request to two float64 scalars: the sum of x where
     the mask is True, and the number of positions where the mask is True. Float64 represents every
-    count exactly. If a request has `exact` and all values are smaller in magnitude than `_MOST`,
+    count exactly. If a request sets `exact`, and every value is smaller in magnitude than `_MOST`,
     the sum has the same bits in every parallel layout. Without `exact`, the sums in two parallel
     layouts can differ by rounding errors."""
     rows = []
@@ -154,10 +154,10 @@ def _exact_parts(x: Tensor) -> Tensor:
     and NaN. Each other number belongs to one unit in `_UNITS`. For every value whose magnitude is
     below `_MOST`, the function determines how many times the largest unit fits into the value, then
     how many times the next unit fits into the remainder, and so on. These counts are whole numbers
-    with the sign of the value. The number that belongs to a unit is the sum of the counts that all
-    values have for this unit. Float64 adds the counts without rounding, so the order of values and
-    ranks does not matter. If a value is not a whole multiple of 2^-152, the smallest unit in
-    `_UNITS`, the function drops the last remainder.
+    with the sign of the value. The number for a unit is the sum, over all values, of each value's
+    count for this unit. Float64 adds the counts without rounding, so the order of values and ranks
+    does not matter. If a value is not a whole multiple of 2^-152, the smallest unit in `_UNITS`,
+    the function drops the last remainder.
     """
     small = x.abs() < _MOST
     sums, left = [torch.where(small, 0.0, x).sum()], torch.where(small, x, 0.0)

@@ -272,9 +272,9 @@ def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
     In the formulas, z is a row's logits, m is the maximum of z over the columns of all ranks, and d
     is (z - m) / temperature. For each row, t is the sum of d exp(d) over the columns of all ranks,
-    and u is the sum of d exp(d)^2 over the same columns. Both sums add up terms d w with a weight
-    w. The weight w is exp(d) in the terms of t, and exp(d)^2 in the terms of u. Every argument is a
-    tensor [R, N] with one value for each rank and each row of logits.
+    and u is the sum of d exp(d)^2 over the same columns. Both sums add up products d * w, in which
+    w is a weight. The weight w is exp(d) in the terms of t, and exp(d)^2 in the terms of u. Every
+    argument is a tensor [R, N] with one value for each rank and each row of logits.
 
     Args:
         t_r: each rank's sum of d w over the rank's own columns, computed with the rank's own

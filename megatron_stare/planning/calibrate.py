@@ -36,9 +36,10 @@ class Seen:
     `ideal`: value that the time model multiplies by the coefficient `inverse`. The unit of `ideal`
         is seconds, or bytes for the weight sync. For the rollout, `ideal` is the predicted time
         with `decode_layer_s` = 0. For every other phase, `ideal` is `Work.ideal`.
-    `other`: value that the time model multiplies by the coefficient `times`. The unit of `other` is
-        seconds. For the rollout, `other` is the increase in the predicted time if `decode_layer_s`
-        is raised from 0 to 1 second. For every other phase, `other` is `Work.moved`.
+    `other`: the value that is multiplied, in the time model, by the coefficient named `times`. The
+        unit of `other` is seconds. For the rollout, `other` is the increase in the predicted time
+        if `decode_layer_s` is raised from 0 to 1 second. For each of the remaining phases, the
+        field `other` is `Work.moved`.
     `seconds`: measured seconds of the phase, minus `Work.fixed`. `Work.fixed` is the predicted time
         of communication and offloading. The calibration does not change `Work.fixed`. For the
         rollout phase, `seconds` is the measured time, and `Work.fixed` is not subtracted. The value

@@ -94,9 +94,9 @@ class Coefficients:
     state at full memory bandwidth.
 
     `log_prob_mfu`, `update_mfu`: share of peak FLOP/s that a rank reaches in matrix products.
-    `log_prob_moves`, `update_moves`: time that all operations except matrix products take for each
-        token in each layer, divided by the time of one memory access. If `log_prob_moves` is 0, the
-        predicted time of the log-prob pass contains no separate term for these operations. A
+    `log_prob_moves`, `update_moves`: number of memory accesses that would take as long as all
+        operations except matrix products, for each token in each layer. If `log_prob_moves` is 0,
+        the predicted time of the log-prob pass contains no separate term for these operations. A
         calibration then fits a lower `log_prob_mfu`, which makes up for the missing term. The same
         holds for `update_moves` and `update_mfu`.
     `prefill_mfu`: share of peak FLOP/s that servers reach in prefill and in compute-bound decoding.

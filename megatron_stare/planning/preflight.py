@@ -54,8 +54,8 @@ class Asked:
 
     `run`: the run to check, with its configuration and the shape of its model.
     `published`: True if the checks accept a missing model whose shape ships with the package. The
-        checks then read the shipped shape instead of the model. A model is missing if nothing
-        exists at its path on this machine.
+        checks then read the model's shape from the copy in this package, and not from the model's
+        folder. A model is missing if nothing exists at its path on this machine.
     """
 
     run: ResolvedRun

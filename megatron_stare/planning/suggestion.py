@@ -36,8 +36,8 @@ class Facts:
     `entropy`: mean entropy over the run's first 5 steps, in nats.
     `entropy_now`: mean entropy over the newest 5 steps that `megatron-stare suggest` has read, in
         nats.
-    `plain`: change P of the entropy if both weights are 1, in nats for a step of size 1 in the
-        logits.
+    `plain`: P, the change of the entropy in nats for a step of size 1 in the logits, if both
+        weights are 1.
     `plus`, `minus`: the contributions G+ and G- to the entropy change P, in nats per unit step in
         the logits.
     """

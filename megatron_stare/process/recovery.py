@@ -45,9 +45,9 @@ class Attempts:
     again. The furthest step of a run is the highest step number that the run has finished so far. A
     restart is no longer counted once the run's furthest step has increased by `window_steps` or
     more since this restart. After a restart, the run first repeats the steps after its last
-    checkpoint. Repeated steps do not change the furthest step. If every restart is followed by
-    another loss while the run still repeats steps, the run is therefore restarted at most
-    `attempts` times in a row.
+    checkpoint. Repeated steps do not change the furthest step. A process may be lost again after
+    every restart, before the run has got past the steps that it repeats. In this case, the run is
+    restarted at most `attempts` times in a row.
     """
 
     def __init__(self, rule: RecoveryRule) -> None:

@@ -246,7 +246,8 @@ def _proven(verifier: Extension) -> Verifier:
 
 def _check_signature(verify: Verifier, name: str) -> None:
     """Raises ConfigError if a function cannot be called with one response and an answer. This check
-    rejects reward functions of other trainers, many of which take lists of completions."""
+    rejects reward functions written for other trainers, because many of these functions take lists
+    of completions."""
     if not _callable_with_two(verify):
         signature = inspect.signature(verify)
         raise ConfigError(

@@ -16,19 +16,18 @@ contradiction. If the record does not contradict the configuration, `explain` co
 the largest number of matching steps. If the selected re-run has more matching steps than the
 unchanged re-run, the change of the selected re-run explains the record.
 
-3. If the selected re-run has no more matching steps than the unchanged re-run, `explain` compares
-every re-run with the record again, but only in entropy, agreement and reward. The change of a
-re-run explains the record if two conditions are met. First, the unchanged re-run is far from the
-record in entropy, agreement or reward. Second, the changed re-run is close to the record in
-entropy, agreement and reward.
+3. If the selected re-run does not have more matching steps than the unchanged re-run, `explain`
+compares every re-run with the record again, but only in entropy, agreement and reward. The change
+that a re-run simulates explains the record if two conditions are met. First, the unchanged re-run
+is far from the record in entropy, agreement or reward. Second, the changed re-run is close to the
+record in entropy, agreement and reward.
 
 4. If no cause has been found so far, `explain` looks at the re-runs whose change is marked as
 harmless. A harmless change alters only the size of the micro-batches or the number of data ranks.
 In correct code, a harmless change alters the metrics of the first step only by rounding errors.
 `explain` therefore compares the first steps of two re-runs: the re-run with the harmless change and
 the unchanged re-run. If the two steps differ by more than rounding errors, the code has a fault.
-`explain` then reports the harmless change as the explanation of the record, because this change
-makes the fault visible.
+`explain` then names the harmless change, because the fault becomes visible with this change.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _WHERE_PROGRAMS_RUN = "on the machine that starts the run; other nodes run no pr
 
 def check_sandbox(config: Config) -> list[Finding]:
     """Checks that this machine can isolate the programs that the policy writes in training or in an
-    evaluation. Returns [] if the policy cannot write programs. Other nodes of a cluster are not
-    checked, because all environments run in the driver process."""
+    evaluation. Returns [] if the configuration lets the policy write no programs. Other nodes of a
+    cluster are not checked, because all environments run in the driver process."""
     from megatron_stare.environments.tools import sandboxed  # needs torch and transformers
     from megatron_stare.tasks.task import evaluation_tasks, training_task
 

@@ -6,12 +6,12 @@ hidden states of a prompt do not depend on later tokens, so all responses to the
 same hidden states. Only attention repeats the prompt's queries, keys and values for each response.
 
 For attention on a CPU, `Spread` copies tokens into padded groups of sequences, and copies the
-results back. In the backward pass, gradients take the opposite way. The gradient of each token's
-result is copied to the entry of the padded groups from which the result was read. The backward pass
-of attention then computes a gradient for every entry. The gradient of an entry is copied to the
-token that the entry contains. If several entries contain the same token, the gradients of these
-entries are summed. Plain tensor indexing is not used, because the backward pass of tensor indexing
-adds gradients row by row to a tensor of zeros.
+results back. In the backward pass, gradients take the opposite way. Each token's result was read
+from one entry of the padded groups. In the backward pass, the result's gradient is copied to this
+entry. The backward pass of attention then computes a gradient for every entry. The gradient of an
+entry is copied to the token that the entry contains. If several entries contain the same token, the
+gradients of these entries are summed. Plain tensor indexing is not used, because the backward pass
+of tensor indexing adds gradients row by row to a tensor of zeros.
 
 Shape legend: a micro-batch has t tokens. A group has b sequences, and its longest sequence has s
 tokens. Under context parallelism with C ranks, each rank holds t / C tokens of the micro-batch, and

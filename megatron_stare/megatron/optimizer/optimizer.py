@@ -153,8 +153,9 @@ class Outcome:
     `skipped`: true if the step was skipped because the loss scale was too large and the gradient
         overflowed. Only float16 training has a loss scale. Not every overflow makes the loss scale
         smaller. Megatron numbers the overflows, and begins again with number 1 after the loss scale
-        has grown. An overflow with a number below `optimizer.hysteresis` leaves the loss scale
-        unchanged. Every other overflow makes the loss scale smaller.
+        has grown. An overflow whose number in Megatron's count of overflows is below
+        `optimizer.hysteresis` leaves the loss scale unchanged. Every other overflow makes the loss
+        scale smaller.
     `held`: true if the gradient norm was finite but larger than the argument `norm_limit` of
         `take_step`. In this case, `take_step` does not update the parameters.
     """

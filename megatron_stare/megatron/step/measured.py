@@ -54,7 +54,7 @@ class Measured:
     """Contains the tokens [N] of one rank, the statistics of the whole rollout batch, and the
     training method's state during the updates.
 
-    `next_state`: the state of the training method with which the next step begins. At first,
+    `next_state`: the training method's state at the beginning of the next step. At first,
         `next_state` equals `state`. `Method.observe` can change `next_state`. If the run has no
         separate log-prob pass, `complete` computes a new `next_state`.
     `forecast`: metrics of the entropy forecast.

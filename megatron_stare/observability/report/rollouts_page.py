@@ -328,10 +328,11 @@ def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> N
 
 
 def _evenly(blocks: Sequence[T], sizes: Sequence[int], room: int) -> list[T]:
-    """Thins out `blocks`, a list of blocks of responses or of rollout files. Returns the whole list
-    if its elements have a total size of at most `room`. Otherwise, returns some of the elements,
-    spread evenly over `blocks`, and always the first one. The total size of the returned elements
-    is at most `room`, unless the first element alone is larger than `room`."""
+    """Thins out `blocks`. The elements of `blocks` are blocks of responses or rollout files.
+    Returns the whole list if its elements have a total size of at most `room`. Otherwise, returns
+    some of the elements, spread evenly over `blocks`, and always the first one. The total size of
+    the returned elements is at most `room`, unless the first element alone is larger than
+    `room`."""
     total = sum(sizes)
     if total <= room:
         return list(blocks)

@@ -33,10 +33,11 @@ class ServedMemory:
     `token`: size, in bytes, of one token's keys and values in the cache.
     `setting`: full name of the setting that limits the cache, such as sglang.cache_tokens.
     `unit`: number of bytes in one unit of the setting.
-    `before`: number of bytes that the setting limits in addition to the cache. The setting
-        sglang.memory_fraction limits the sum of weights and cache. For sglang.memory_fraction,
-        `before` is therefore the size of the weights. The setting sglang.cache_tokens limits no
-        memory other than the cache. For sglang.cache_tokens, `before` is therefore 0.
+    `before`: number of bytes, besides the cache, that count towards the setting's limit. The
+        setting sglang.memory_fraction limits the sum of weights and cache. For
+        sglang.memory_fraction, `before` is therefore the size of the weights. The setting
+        sglang.cache_tokens limits no memory other than the cache. For sglang.cache_tokens, `before`
+        is therefore 0.
     `digits`: number of decimal places of the setting's value.
     """
 

@@ -159,9 +159,9 @@ class TorchDist:
 
     def position(self, block: Block) -> tuple[str, int]:
         """Returns a sort key for a block. The key consists of a file name and a number. The file is
-        the one that stores the block's first row. The number is the byte offset, in this file, of
-        the chunk that contains the row, plus the row's index in the chunk. If blocks are sorted by
-        this key, the chunks of each file are read from front to back."""
+        the one that stores the block's first row. The number is a sort key: the byte offset of the
+        row's chunk in this file, plus the row's index in this chunk. If blocks are sorted by this
+        key, the chunks of each file are read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):

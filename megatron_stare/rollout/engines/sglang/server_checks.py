@@ -295,8 +295,8 @@ def _check_nodes(config: Config, options: ServerOptions) -> None:
 
     if options.nodes > 1 and asked.sync == "tensor" and options.device == "cuda":
         raise ConfigError(
-            "with tensor, the trainer sends handles of its GPU memory, which ranks on another node"
-            f" cannot open, and every server is on {options.nodes} nodes",
+            "with the value tensor, the trainer sends handles of its GPU memory, which ranks on"
+            f" another node cannot open, and every server is on {options.nodes} nodes",
             where="sglang.sync",
             fix="use disk" if asked.colocated else "use distributed or disk",
         )
@@ -310,8 +310,8 @@ def check_sync(config: Config) -> None:
         return
     if asked.sync == "tensor" and not asked.colocated:
         raise ConfigError(
-            "with tensor, the trainer sends handles of its GPU memory. A server with its own GPUs"
-            " does not see the trainer's GPUs, and cannot open the handles",
+            "with the value tensor, the trainer sends handles of its GPU memory. A server with its"
+            " own GPUs does not see the trainer's GPUs, and cannot open the handles",
             where="sglang.sync",
             fix="use distributed or disk, or sglang.colocated=true",
         )

@@ -126,8 +126,8 @@ class ServerLayout:
         return [tensor]
 
     def elements(self, name: str, sizes: Sequence[int], shape: ModelShape) -> int:
-        """Returns how many elements of a Hugging Face tensor the first rank stores. Every rank
-        stores as many, except that a rank's experts are other ones.
+        """Returns how many elements of a Hugging Face tensor the first rank stores. Every other
+        rank stores the same number of elements, but of different experts.
 
         Args:
             name: see parts.
