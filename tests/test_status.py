@@ -219,14 +219,16 @@ def test_a_report_of_a_run_that_goes_on_says_so_and_when_it_was_drawn(
     beat(run_dir)
     with held(run_dir):
         page = write_report([run_dir], tmp_path / "live.html").read_text()
-    line = r"Drawn \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
-    assert re.search(line + ", while the run goes on: step 100 of 300 is made, in rollout\\.", page)
+    line = r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
+    running = ", while the run was running: step 100 of 300 done, phase rollout\\."
+    assert re.search(line + running, page)
     (run_dir / HEARTBEAT_FILE).unlink()
     write_atomically(run_dir / "starts.jsonl", [])
     page = write_report([run_dir], tmp_path / "dead.html").read_text()
-    assert re.search(line + "; the run does not go on, step 100 of 300 was the last\\.", page)
+    ended = "\\. The run is not running; it ended after step 100 of 300\\."
+    assert re.search(line + ended, page)
     finished = synthetic_run(tmp_path / "finished", "held", 20)
-    assert "Drawn" not in write_report([finished], tmp_path / "whole.html").read_text()
+    assert "Written" not in write_report([finished], tmp_path / "whole.html").read_text()
 
 
 def test_the_command_line(
@@ -342,7 +344,7 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
     assert (live["pid"], live["process"]) == (process.pid, "stopped") and live["phase"]
     assert live["step"] == 5 and live["steps"] == 6 and live["steps_per_h"] > 0
     page = write_report([run], tmp_path / "live.html").read_text()
-    assert f"while the run goes on: step {live['step']} of 6 is made" in page
+    assert f"while the run was running: step {live['step']} of 6 done" in page
     assert steps_stored(run) == dict.fromkeys(range(1, 6), 4)
     process.kill()
     process.wait()

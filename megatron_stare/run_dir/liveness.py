@@ -146,8 +146,8 @@ def how_it_stands(run: RunRecord) -> str:
     drawn = time.strftime("%Y-%m-%d %H:%M:%S %z")
     steps = f"step {made} of {planned}"
     if found.state == "running":
-        phase = f", in {found.beat.phase}" if found.beat and found.beat.phase else ""
-        return f"Drawn {drawn}, while the run goes on: {steps} is made{phase}."
+        phase = f", phase {found.beat.phase}" if found.beat and found.beat.phase else ""
+        return f"Written {drawn}, while the run was running: {steps} done{phase}."
     if found.state == "silent":
         heard = (
             f"its last heartbeat is {found.beat_age_s:,.0f} s old"
@@ -155,7 +155,7 @@ def how_it_stands(run: RunRecord) -> str:
             else "no heartbeat"
         )
         return (
-            f"Drawn {drawn}; {steps} is made, and whether the run on {found.host} goes on cannot be"
-            f" seen ({heard})."
+            f"Written {drawn}: {steps} done. It is unknown whether the run is still running on"
+            f" {found.host} ({heard})."
         )
-    return f"Drawn {drawn}; the run does not go on, {steps} was the last."
+    return f"Written {drawn}. The run is not running; it ended after {steps}."

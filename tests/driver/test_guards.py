@@ -114,7 +114,7 @@ def test_what_is_done_is_what_the_most_decided_guard_says() -> None:
     both = guards(grad_norm={"action": "rollback"}, agreement={"action": "stop"})
     both.restore(rows(*FIVE))
     both.judge(6, rows(1e6)[0], [40])
-    with pytest.raises(GuardError, match=r"engine and trainer 1e.03 .*gradient norm"):
+    with pytest.raises(GuardError, match=r"engine and trainer, 1e.03,.*gradient norm"):
         both.heed(0)
 
 
@@ -157,7 +157,7 @@ def test_every_event_is_an_alert() -> None:
     ]
     assert (
         changed[0].text
-        == "the run was rolled back to a checkpoint, 1 times so far, and leaves 8 prompts out"
+        == "the run was rolled back to a checkpoint; rollbacks so far: 1, prompts skipped: 8"
     )
     assert not any(alert.name == "rolled back" for alert in watch.add(3, {**figures, **loud}))
 

@@ -81,7 +81,7 @@ def test_what_was_recorded_is_drawn(tmp_path):
         "Entropy forecast",
         "correlation 1.00, same sign in 100% of 8 steps, scale 50.0",
         "U+ common, rewarded",
-        "Dashed: the weight STARE gave it.",
+        "Dashed: the weight that STARE used.",
         "Signs of reward hacking",
         "Solid: right. Dashed: wrong.",
     ):

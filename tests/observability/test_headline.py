@@ -90,7 +90,7 @@ def test_a_result_rose_fell_or_is_not_shown_to_differ(
     assert said.greedy.startswith(f"Greedy pass@1 {greedy}")
     assert (GREEDY in said.remarks) == explained
     for text, word in ((said.sentence, sampled), (said.greedy, greedy)):
-        assert ("no difference is shown" in text) == (not word.startswith(("rose", "fell")))
+        assert ("no significant difference" in text) == (not word.startswith(("rose", "fell")))
     assert ("still above" in said.greedy) == (
         greedy.startswith("fell") and after[1] > after[0]
     )  # 0.700 is not above 0.710
@@ -104,7 +104,7 @@ def test_no_tone_of_a_greedy_loss_warns_while_sampling_gained() -> None:
     assert tones((50, 90), (40, 80)) == ["warn", "warn"]
     assert tones((50, 90), (51, 80)) == ["", "warn"]
     greedy = verdict(run_of([], evals((50, 90), (71, 80))))[1]
-    assert greedy.note.endswith("; training optimises sampled responses, not this")
+    assert greedy.note.endswith("; training optimises sampled responses, not greedy decoding")
 
 
 def test_evaluations_that_lack_one_side_or_an_interval() -> None:
@@ -112,7 +112,7 @@ def test_evaluations_that_lack_one_side_or_an_interval() -> None:
     rows = [{"reward/mean": 0.5}] * 40
     said = headline(run_of(rows, [base])).sentence
     assert said == (
-        "In 40 steps, sampled pass@1 was 0.500 before training and is not evaluated since; reward"
+        "In 40 steps, sampled pass@1 was 0.500 before training, with no evaluation since; reward"
         " stayed at 0.500."
     )
     assert headline(run_of(rows, [trained])).sentence == (
@@ -152,8 +152,8 @@ def test_evaluations_that_lack_one_side_or_an_interval() -> None:
         (
             [0.05, 0.15] * 50,
             0.1,
-            "entropy ended near its target, at 0.100 (target 0.100), and was not held there: 0% of"
-            " the last third's steps lie within ±25%",
+            "entropy ended near its target, at 0.100 (target 0.100), but was not held there: in the"
+            " last third of the run, 0% of the steps were within ±25% of the target",
         ),
         # through it: the mean of the last third is on target, its end is not
         (
@@ -179,13 +179,14 @@ def test_few_steps_are_not_judged() -> None:
     rows = [{**HELD, "reward/mean": step / 39} for step in range(39)]
     assert headline(run_of(rows)).sentence == (
         "In 39 steps, reward was 0.731 in the last 20 steps, with no evaluation; entropy was 0.110"
-        " in the last 20 steps (target 0.100), too few steps to judge it."
+        " in the last 20 steps (target 0.100); the run is too short to judge it."
     )
     assert "in the last 3 steps" in headline(run_of(rows[:3])).sentence
     assert "held" in headline(run_of([*rows, rows[-1]])).sentence
     by_label = {f.label: f for f in verdict(run_of(rows))}
     entropy, reward = by_label["Entropy, last third"], by_label["Reward, last 20 steps"]
-    assert entropy.tone == "" and "too few to judge" in entropy.note and reward.note == "mean"
+    assert entropy.tone == "" and "; too few steps to judge" in entropy.note
+    assert reward.note == "mean"
 
 
 def test_a_run_that_did_not_end_is_not_summed_up_as_one_that_did(tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_a_run_that_did_not_end_is_not_summed_up_as_one_that_did(tmp_path: Path)
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         said = headline(read_run(run)).sentence
-    assert said.startswith("Still running, step 60 of 90 is made: sampled")
+    assert said.startswith("Still running, step 60 of 90 is done: sampled")
     write_atomically(run / "starts.jsonl", [{**here, "host": "elsewhere"}])
     assert headline(read_run(run)).sentence.startswith("Last seen at step 60 of 90: sampled")
     (run / "config.yaml").write_text(config)
@@ -208,7 +209,7 @@ def test_a_run_that_did_not_end_is_not_summed_up_as_one_that_did(tmp_path: Path)
 def test_a_gate_that_never_opened_is_said() -> None:
     closed = [{"entropy/mean": 0.4, "entropy/target": 0.1, "stare/gate": 0.0}] * 60
     assert headline(run_of(closed)).sentence == (
-        "In 60 steps, entropy ended at 0.400 without its gate (target 0.100) ever opening."
+        "In 60 steps, entropy ended at 0.400 (target 0.100), and the gate never opened."
     )
     near = [{"entropy/mean": 0.12, "entropy/target": 0.11, "stare/gate": 0.0}] * 60
     # near its target by itself: nothing held it there
@@ -217,10 +218,10 @@ def test_a_gate_that_never_opened_is_said() -> None:
     assert opened == "In 61 steps, entropy held at 0.120 (target 0.110)."
     (remark,) = headline(run_of(closed)).remarks
     assert remark.startswith(
-        "The gate never opened in 60 steps: its entropy never came below the target"
+        "The gate never opened in 60 steps because the entropy never fell below the target."
     )
     below = headline(run_of([*closed, {**closed[0], "entropy/mean": 0.09}])).remarks[0]
-    assert "it stayed closed" in below
+    assert below.startswith("The gate never opened in 61 steps. STARE's weights were therefore 1")
     assert headline(run_of([*closed, {**closed[0], "stare/gate": 1.0}])).remarks == []
     assert headline(run_of([{"entropy/mean": 0.4}] * 3)).remarks == []  # a method without a gate
     assert headline(run_of([])).sentence == "No step is recorded yet."
@@ -256,7 +257,7 @@ def test_problems_are_the_alerts_of_the_steps() -> None:
     assert problems(run_of(rows)) == [  # the most serious first
         Problem(
             "responses cut off",
-            "steps 27 to 28, not over at the last step",
+            "steps 27 to 28, still active at the last step",
             "50% of the responses are cut off at rollout.max_new_tokens",
         ),
         Problem(
@@ -286,13 +287,20 @@ def test_runs_that_are_the_same_are_called_so(tmp_path: Path) -> None:
     # by method where that tells
     assert [run.name for run in runs] == ["stare, closed", "grpo", "stare, collapsed"]
     assert alike(runs) == [
-        "stare, closed and grpo have the same entropy and reward in all 60 steps they share: their"
-        " lines cover each other, since the gate of stare, closed was closed."
+        "stare, closed and grpo have the same entropy and reward in all 60 steps they share, so"
+        " their lines overlap. The gate of stare, closed was closed."
     ]
     rows = [dict(row) for row in runs[1].metrics]
     rows[40]["reward/mean"] += 1e-9
     parted = RunRecord(**{**vars(runs[1]), "metrics": rows})
-    assert "up to step 40: " in alike([runs[0], parted])[0]
+    assert "up to step 40, so " in alike([runs[0], parted])[0]
+    # the update of a step shows in the next step's entropy: the gate may open in the last step
+    opened = [dict(row) for row in runs[0].metrics]
+    opened[39]["stare/gate"] = 1.0
+    opening = RunRecord(**{**vars(runs[0]), "metrics": opened})
+    assert alike([opening, parted])[0].endswith("The gate of stare, closed was closed.")
+    opened[38]["stare/gate"] = 1.0
+    assert alike([opening, parted])[0].endswith("so their lines overlap.")
     rows[0]["reward/mean"] += 1e-9
     assert alike([runs[0], parted]) == []
 
@@ -307,11 +315,12 @@ def test_a_comparison_is_paired_by_problem_and_by_step(tmp_path: Path) -> None:
     assert sampled.note == "[+0.120, +0.280], 95 %, paired by problem"  # 1.984 sqrt(.16/99)
     assert sampled.tone == "good" and against(two, one)["pass@1, sampled"].tone == "warn"
     assert found["pass@1, greedy"].value == "+0.000"
-    assert found["pass@1, greedy"].note.endswith("no difference is shown")
+    assert found["pass@1, greedy"].note.endswith("no significant difference")
     assert reward.value == "+0.25"  # the scatter of the batches cancels
     assert reward.note.startswith("[0.250, 0.250], 95 %, paired by step in blocks of 20, ")
     assert re.search(
-        r", 0\.\d+ and 0\.\d+ in the 40 last steps of both$", reward.note.partition(";")[0]
+        r", 0\.\d+ against 0\.\d+ in the last 40 steps that both have$",
+        reward.note.partition(";")[0],
     )
     other = [{**record, "problem": [0] * 100} for record in two.evals]
     assert against(one, run_of([], other))["pass@1, sampled"].note == "different problems"
@@ -323,13 +332,15 @@ def test_a_comparison_is_summed_up_in_a_sentence() -> None:
     one = run_of(rows, evals((50, 90), (60, 90)))
     alike_one = outcome(one, run_of(lower, evals((50, 90), (61, 90))))
     assert alike_one == (
-        "run against run: sampled pass@1 not shown to differ (+0.010 [-0.010, +0.030]); entropy"
-        " lower, 0.0500 against 0.120 in the 20 last steps of both."
-    ).replace("lower, 0.0500", "in too few steps to tell, 0.0500")
+        "run against run: sampled pass@1 not significantly different (+0.010 [-0.010, +0.030]);"
+        " entropy measured in too few steps to judge, 0.0500 against 0.120 in the last 20 steps"
+        " that both have."
+    )
     longer = outcome(run_of(rows * 3), run_of(lower * 3))
     assert longer == (
-        "run against run: entropy lower, 0.0500 against 0.120 in the 60 last steps of both; reward"
-        " not shown to differ, 0.500 against 0.500 in the 60 last steps of both."
+        "run against run: entropy lower, 0.0500 against 0.120 in the last 60 steps that both have;"
+        " reward not significantly different, 0.500 against 0.500 in the last 60 steps that both"
+        " have."
     )
     higher = outcome(one, run_of(rows, evals((50, 90), (80, 90))))
     assert "sampled pass@1 higher (+0.200 [" in higher
@@ -355,14 +366,15 @@ def test_a_difference_says_what_it_is_the_difference_of() -> None:
     long = run_of([{"entropy/mean": 0.14}] * 30 + [{"entropy/mean": 0.1}] * 60)
     short_one = run_of([{"entropy/mean": 0.14}] * 30)
     entropy = against(short_one, long)["Entropy, last third"]
-    assert entropy.value == "+0" and "0.140 and 0.140 in the 10 last steps of both" in entropy.note
+    assert entropy.value == "+0"
+    assert "0.140 against 0.140 in the last 10 steps that both have" in entropy.note
 
 
 def test_only_settings_that_tell_are_shown(tmp_path: Path) -> None:
     runs = read_runs([synthetic_run(tmp_path / kind, kind, 3) for kind in ("held", "twin")])
     rows, about = settings_that_tell(runs)
     shown = dict(rows)
-    assert about == "Those that differ from the defaults or between the runs."
+    assert about == "Settings that differ from the defaults or between the runs."
     assert shown["algorithm.name"] == ["stare", "grpo"] and shown["algorithm.amplify"] == [
         "2",
         None,
@@ -378,7 +390,7 @@ def test_only_settings_that_tell_are_shown(tmp_path: Path) -> None:
         **{**vars(alone), "config": {**alone.config, "algorithm": {"name": "no.such.Method"}}}
     )
     rows, about = settings_that_tell([unknown])
-    assert about.startswith("All, ") and "algorithm.name" in dict(rows)
+    assert about.startswith("All settings, ") and "algorithm.name" in dict(rows)
 
 
 def test_the_page_says_what_it_cuts_and_folds_away_what_is_flat(tmp_path: Path) -> None:
@@ -388,7 +400,7 @@ def test_the_page_says_what_it_cuts_and_folds_away_what_is_flat(tmp_path: Path) 
     drawn, folded = page.split('<details class="flat">')[:2]
     assert "<h3>Clip fraction" not in drawn and "<h3>Clip fraction" in folded
     assert re.search(
-        r"▲ 3 of 300 values of held lie beyond the edge, as far as 40\.0 \(step 97\)", page
+        r"▲ 3 of 300 values of held are off the chart, the farthest 40\.0 \(step 97\)", page
     )  # W* at 97, 194, 291
     for words in (
         "Threshold of surprisal",
@@ -473,7 +485,7 @@ def test_a_loss_is_not_said_to_stay_because_few_steps_overlap() -> None:
     run = of(falling)
     assert run.supervised
     assert headline(run).sentence == (
-        "In 39 steps, the loss went from 4.00 in the first to 0.200 nats a token in the last."
+        "In 39 steps, the loss went from 4.00 nats a token in the first step to 0.200 in the last."
     )
     loss = verdict(run)[0]
     assert (loss.label, loss.value) == ("Loss, last step", "0.200")
@@ -496,9 +508,9 @@ def test_one_step_is_not_called_steps(tmp_path: Path) -> None:
     said = headline(run_of([row]))
     assert said.sentence == (
         "In 1 step, reward was 0.500 in the only step, with no evaluation; entropy was 0.300 in the"
-        " only step (target 0.100), too few steps to judge it."
+        " only step (target 0.100); the run is too short to judge it."
     )
-    assert said.remarks[0].startswith("The gate never opened in 1 step:")
+    assert said.remarks[0].startswith("The gate never opened in 1 step because")
     page = write_report([synthetic_run(tmp_path / "run", "held", 1)], tmp_path / "a.html")
     assert not re.search(r"\b1 steps", page.read_text())
 
@@ -510,8 +522,8 @@ def test_seven_runs_have_seven_looks_and_one_sentence_on_what_is_cut(tmp_path: P
     assert looks[:7] == [*(f"c{i}" for i in range(6)), "c0 again"]
     assert 'class="line c0 again"' in page
     cut = re.findall(r"▲ ([^<]*)<", page)
-    assert re.match(r"\d+ values of 7 lines lie beyond the edge, as far as 0\.\d+ \(", cut[0])
-    assert cut[0].count("beyond") == 1
+    assert re.match(r"\d+ values of 7 lines are off the chart, the farthest 0\.\d+ \(", cut[0])
+    assert cut[0].count("off the chart") == 1
 
 
 def test_the_closing_figures_fit_the_terminal(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_problems_stand_on_the_first_screen(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(to_line({"step": 41, "response/truncated": 0.5}))
     page = report(tmp_path, run)
-    assert "<b>responses cut off</b> (step 41, not over at the last step): 50%" in page.source
+    assert "<b>responses cut off</b> (step 41, still active at the last step): 50%" in page.source
     assert page.count("div", "some") == 1
     fine = report(tmp_path, make_run(tmp_path / "fine"))
     assert "no alert in 40 steps" in fine.text and fine.count("div", "some") == 0
@@ -339,7 +339,7 @@ def test_missing_metrics_and_evaluations(tmp_path):
     page = report(tmp_path, run)
     assert page.count("figure", "empty") == 2
     assert "no evaluation" in page.text
-    assert "the method has no target" in page.text
+    assert "the run has no target" in page.text
     assert "Gate on" not in page.text
 
 
@@ -445,9 +445,7 @@ def test_the_interval_minds_prompts_of_the_same_problem(tmp_path):
 
     shared, alone = {"problem": [0, 1, 0, 2]}, {"problem": [0, 1, 2, 3]}
     half = 5.2422651305838315 * math.sqrt(8 / 5 * 7 / 8) / 4
-    counted = (
-        f"{0.75 - half:+.3f}, {0.75 + half:+.3f}], 95 %, paired, 4 problems, 3 of them different"
-    )
+    counted = f"{0.75 - half:+.3f}, {0.75 + half:+.3f}], 95 %, paired, 4 problems (3 distinct)"
     assert note(shared, shared).endswith(counted)
     assert note(alone, alone).endswith("[-0.046, +1.546], 95 %, paired, 4 problems")
     assert note({}, {}) == note(alone, alone)  # of a run before the numbers were kept

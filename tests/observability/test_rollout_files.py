@@ -126,7 +126,8 @@ def test_the_view_shows_the_first_the_last_and_one_between_and_says_so(tmp_path:
         )
     assert rollout_files(tmp_path / "rollouts")[0].name == "step_000010.jsonl"
     view = view_of_run(tmp_path)
-    assert view is not None and view.about == "Of steps 10, 30, 40; 4 files are in rollouts."
+    assert view is not None
+    assert view.about == "From steps 10, 30, 40. The run's folder rollouts has 4 files."
     assert [each["title"] for each in view.responses] == [
         f"step {s}, prompt 7, sample 0: reward 1" for s in (40, 30, 10)
     ]
@@ -139,11 +140,9 @@ def test_the_view_leaves_out_what_there_is_no_room_for_and_says_so(tmp_path: Pat
     responses = [*read_rollouts(tmp_path / "a.jsonl")] * (MOST_TOKENS // 15 + 1)
     view = token_view(responses)
     assert len(view.responses) * 5 == MOST_TOKENS
-    assert (
-        view.about
-        == f"{len(responses) - MOST_TOKENS // 5} responses are left out, for there is room for"
-        " 40,000 tokens."
-    )
+    left = len(responses) - MOST_TOKENS // 5
+    said = "1 response is" if left == 1 else f"{left} responses are"
+    assert view.about == f"{said} left out, to show at most 40,000 tokens."
 
 
 def test_reading_them_needs_no_torch() -> None:

@@ -167,7 +167,7 @@ def test_the_list_filters_searches_and_shows_what_the_files_hold(tmp_path: Path)
     assert seen["marks"] == [
         names.get(t.selected, "rare" if t.rare == "r" else "") for t in wanted.tokens
     ]
-    assert seen["why"][0].startswith("stare put into L+ ")
+    assert seen["why"][0].startswith("stare put 305 tokens with positive advantage into L+: ")
     assert "because" in seen["tip"] and "surprisal ≥ " in seen["tip"]
 
 

@@ -58,7 +58,7 @@ def test_a_healthy_run_has_none():
         ({"rollout/logprob_diff_max": 2e-3}, "differ by 0.002 nats", "engine and trainer differ"),
         (
             {"optimizer/grad_norm": 10.5},
-            "gradient norm 10.5 is 10 times the median 1",
+            "gradient norm 10.5 is 10 times the median of earlier steps, 1",
             "gradient spike",
         ),
         (
@@ -78,7 +78,7 @@ def test_a_healthy_run_has_none():
         ),
         (
             {"agreement/trend": 2.1},
-            "differ 2.1 times as much as at first, 0.02 nats",
+            "differ 2.1 times as much as at the start, 0.02 nats",
             "engine and trainer drift apart",
         ),
         (
@@ -86,7 +86,7 @@ def test_a_healthy_run_has_none():
             "3 requests for responses were lost",
             "requests lost",
         ),
-        ({"engine/dead": 2.0}, "engines were lost 2 times; 1 engines serve now", "engines lost"),
+        ({"engine/dead": 2.0}, "engines lost: 2; engines that serve now: 1", "engines lost"),
         (
             {"group/degenerate": 0.95},
             "95% of the groups have equal rewards",
@@ -118,7 +118,7 @@ def test_leaving_the_band_for_long_is():
     assert follow([HEALTHY] * 5 + ([out] * 9 + [HEALTHY]) * 3) == []
     ((step, text),) = follow([HEALTHY] * 5 + [out] * 30)
     assert step == 15
-    assert "entropy 0.07 is below its band 0.075 to 0.125" in text
+    assert "entropy 0.07 is below its target's band, 0.075 to 0.125" in text
     # stepped over the band
     assert follow([HEALTHY | {"entropy/mean": 0.2}] * 5 + [out] * 30)[0][0] == 16
 

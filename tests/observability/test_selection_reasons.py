@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,12 +27,12 @@ def test_an_open_gate_says_rule_threshold_and_weights() -> None:
     found = selection_reasons(C2, ROW)
     assert found.lines == (
         (
-            "stare put into L+ 1,300 tokens of positive advantage, the 10 % of highest surprisal:"
-            " at least 0.400 nats."
+            "stare put 1,300 tokens with positive advantage into L+: the 10 % with the highest"
+            " surprisal (surprisal ≥ 0.400 nats)."
         ),
         (
-            "stare put into L− 110 tokens of negative advantage, the 10 % of highest surprisal:"
-            " at least 0.750 nats."
+            "stare put 110 tokens with negative advantage into L−: the 10 % with the highest"
+            " surprisal (surprisal ≥ 0.750 nats)."
         ),
         "The gate was open (entropy 0.100 nats, target 0.120): L+ × 2.00, L− × 0.300.",
     )
@@ -45,8 +46,8 @@ def test_a_closed_gate_weighs_nothing() -> None:
     found = selection_reasons(C2, ROW | {"stare/gate": 0.0, "entropy/mean": 0.2})
     assert (
         found.lines[-1]
-        == "The gate was closed (entropy 0.200 nats, target 0.120): these tokens are marked, and"
-        " their weight is 1."
+        == "The gate was closed (entropy 0.200 nats, target 0.120): the selected tokens were not"
+        " reweighted."
     )
     assert found.sets == {
         "+": "surprisal ≥ 0.400, gate closed",
@@ -65,41 +66,48 @@ def test_common_tokens_lie_below_their_bound_and_take_the_other_weight() -> None
     complement = selection_reasons({**C2, "variant": "C3", "common": "complement"}, row)
     assert (
         complement.lines[0]
-        == "stare put into U+ 9 tokens of positive advantage, all that are not rare: at most 0.200"
-        " nats."
+        == "stare put 9 tokens with positive advantage into U+: all that are not rare (surprisal"
+        " ≤ 0.200 nats)."
     )
     assert complement.sets == {
         "p": "surprisal ≤ 0.200, gate open: × 0.300",
         "m": "surprisal ≤ 0.100, gate open: × 2.00",
     }
     bottom = selection_reasons({**C2, "common": "bottom"}, row)
-    assert "the 10 % of lowest surprisal: at most" in bottom.lines[0]
+    assert "the 10 % with the lowest surprisal (surprisal ≤ 0.200 nats)" in bottom.lines[0]
 
 
 def test_a_fixed_bound_a_gate_by_token_and_several_updates() -> None:
     row = ROW | {"stare/open": 0.25, "update/count": 4.0}
     del row["stare/gate"]
     lines = selection_reasons({**C2, "rare_below": 0.2, "gate": "token"}, row).lines
-    assert "a probability below 0.2: at least" in lines[0]
+    assert "those with a probability below 0.2 (surprisal ≥" in lines[0]
     assert (
-        lines[2]
-        == "Gate by token: open for 25% of the tokens, whose weights are L+ × 2.00, L− × 0.300."
+        lines[2] == "Every token has a gate, and 25% of the tokens have an open gate. Weights where"
+        " the gate is open: L+ × 2.00, L− × 0.300."
     )
-    assert lines[3].startswith("Thresholds are means over the step's updates")
+    assert lines[3].startswith("The thresholds are means over the step's updates")
     assert len(selection_reasons(C2, ROW | {"update/count": 1.0}).lines) == 3
 
 
 @pytest.mark.parametrize(
     ("algorithm", "row", "said"),
     [
-        ("grpo", {"entropy/mean": 0.1}, "grpo selects no tokens"),
+        ("grpo", {"entropy/mean": 0.1}, "grpo selects no tokens."),
+        (
+            C2,
+            ROW
+            | {f"stare/selected_{name}": 0.0 for name in ("plus", "minus")}
+            | {f"stare/threshold_{name}": math.inf for name in ("plus", "minus")},
+            "stare selected no tokens in this step.",
+        ),
         (
             {"name": "stapo"},
             {"stapo/entropy_threshold": 0.5},
-            "stapo of this step: stapo/entropy_threshold 0.500.",
+            "Metrics of stapo in this step: stapo/entropy_threshold 0.500.",
         ),
-        (C2, None, "stare: the metrics of this step are not recorded."),
-        (None, None, "the method: the metrics of this step are not recorded."),
+        (C2, None, "This step's metrics are not recorded, so the selection of stare is"),
+        (None, None, "This step's metrics are not recorded, so the selection of the method is"),
     ],
 )
 def test_other_methods_and_steps_without_metrics(algorithm: Any, row: Any, said: str) -> None:

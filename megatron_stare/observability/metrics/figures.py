@@ -26,7 +26,7 @@ from megatron_stare.run_dir.run_files import RunRecord, read_run, result_name
 
 Tone = Literal["", "good", "warn"]
 # note on a greedy result that fell while the sampled result rose
-NOT_OPTIMISED = "training optimises sampled responses, not this"
+NOT_OPTIMISED = "training optimises sampled responses, not greedy decoding"
 
 
 @dataclass(frozen=True)
@@ -187,15 +187,15 @@ def _entropy(s: dict[str, float | None]) -> Figure:
     label = "Entropy, last third"
     if target is None or ratio is None:
         return Figure(
-            label, short(value), "nats, mean; the method has no target" if value is not None else ""
+            label, short(value), "nats, mean; the run has no target" if value is not None else ""
         )
     inside = abs(ratio - 1) <= BAND
     where = f"{'inside' if inside else 'outside'} ±{BAND:.0%}"
     held = on_target(s)
     if held is None:
-        where += f"; fewer than {JUDGED} steps, too few to judge"
+        where += f"; too few steps to judge, fewer than {JUDGED}"
     elif inside and not held:
-        where += f" in the mean, {s['in_band_share'] or 0:.0%} of the steps are"
+        where += f" on average, and in {s['in_band_share'] or 0:.0%} of the steps"
     tone: Tone = "" if held is None else "good" if held else "warn"
     note = f"nats; {ratio:.2f} × target {short(target)}, {where}"
     return Figure(label, short(value), note, tone)
@@ -258,7 +258,7 @@ def _pass_at_1(run: RunRecord, label: str, accuracy: str, results: str) -> Figur
     number, problems = len(after[results]), after.get("problem")
     count = f"{number} problems"
     if problems and (different := len(set(problems))) < number:
-        count += f", {different} of them different"
+        count += f" ({different} distinct)"
     return Figure(
         label, value, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], 95 %, paired, {count}", tone
     )
@@ -267,12 +267,12 @@ def _pass_at_1(run: RunRecord, label: str, accuracy: str, results: str) -> Figur
 CONTENTS = {
     "report.html": "figures, curves, responses",
     "metrics.jsonl": "every metric of every step",
-    "tensorboard": "the same for TensorBoard",
-    "eval.jsonl": "pass@1 on held-out problems",
-    "rollouts": "responses, some with the numbers of every token",
-    "starts.jsonl": "when, where and from which commit",
-    "checkpoints": "to continue with --resume",
-    "hf": "the policy, as transformers loads it",
+    "tensorboard": "the same metrics, for TensorBoard",
+    "eval.jsonl": "evaluations on held-out problems",
+    "rollouts": "responses, some with values for every token",
+    "starts.jsonl": "date, host and commit of every start",
+    "checkpoints": "training state, to resume with --resume",
+    "hf": "the policy as a Hugging Face folder",
     "config.yaml": "the resolved configuration",
 }
 

@@ -137,7 +137,7 @@ def said(text: Text, row: Row, found: Found) -> str:
 def _not_taken(row: Row) -> str:
     # if a step has several updates, their norms are averaged
     if (taken := row.get("update/count", math.nan)) > 0:
-        return f"a gradient was not finite, {taken:.0f} of this step's optimizer steps were taken"
+        return f"a gradient was not finite; {taken:.0f} of this step's optimizer steps were taken"
     return f"gradient norm {row.get('optimizer/grad_norm', math.nan):g}, no optimizer step taken"
 
 
@@ -158,8 +158,8 @@ _TABLE = (
     Rule(
         "rolled back",
         Risen(("guard/rollbacks",)),
-        "the run was rolled back to a checkpoint, {guard/rollbacks:.0f} times so far, and leaves"
-        " {guard/left_out:.0f} prompts out",
+        "the run was rolled back to a checkpoint; rollbacks so far: {guard/rollbacks:.0f}, prompts"
+        " skipped: {guard/left_out:.0f}",
     ),
     Rule(
         "entropy out of bounds",
@@ -172,9 +172,10 @@ _TABLE = (
     Rule(
         "spike of the loss",
         Spike(("loss/policy",), both_ways=True),
-        "loss/policy {loss/policy:.3g} is {guard/loss:.3g} spreads from the median before it "
-        + f"({GUARDS}.loss)",
-        "the loss {figure:.3g} is {away:.3g} spreads from the median {median:.3g} before it",
+        "loss/policy {loss/policy:.3g} is {guard/loss:.3g} spreads from the median of earlier"
+        f" steps ({GUARDS}.loss)",
+        "the loss {figure:.3g} is {away:.3g} spreads from the median of earlier steps,"
+        " {median:.3g}",
         guard="loss",
         flag="guard/loss_spike",
     ),
@@ -183,9 +184,9 @@ _TABLE = (
         # the first metric applies if a step has several updates
         Spike(("optimizer/grad_norm_max", "optimizer/grad_norm")),
         "optimizer/grad_norm {optimizer/grad_norm:.3g} is {guard/grad_norm:.3g} spreads from"
-        f" the median before it ({GUARDS}.grad_norm)",
-        "the gradient norm {figure:.3g} is {away:.3g} spreads from the median {median:.3g}"
-        " before it",
+        f" the median of earlier steps ({GUARDS}.grad_norm)",
+        "the gradient norm {figure:.3g} is {away:.3g} spreads from the median of earlier steps,"
+        " {median:.3g}",
         metrics=("optimizer/grad_norm",),
         guard="grad_norm",
         flag="guard/grad_norm_spike",
@@ -195,9 +196,9 @@ _TABLE = (
         # the second metric applies to an in-process engine in float32
         Spike(("agreement/mean", "rollout/logprob_diff_mean")),
         "rollout/logprob_diff_mean {rollout/logprob_diff_mean:.3g} is {guard/agreement:.3g}"
-        f" spreads from the median before it ({GUARDS}.agreement)",
-        "the difference of engine and trainer {figure:.3g} is {away:.3g} spreads from the median"
-        " {median:.3g} before it",
+        f" spreads from the median of earlier steps ({GUARDS}.agreement)",
+        "the log-prob difference between engine and trainer, {figure:.3g}, is {away:.3g} spreads"
+        " from the median of earlier steps, {median:.3g}",
         metrics=("rollout/logprob_diff_mean",),
         guard="agreement",
         flag="guard/agreement_spike",
@@ -205,8 +206,8 @@ _TABLE = (
     Rule(
         "nothing to learn",
         Above(("update/empty",)),
-        "no token had a loss in {update/empty:.0f} of this step's mini-batches, for which no"
-        " optimizer step was taken",
+        "no token had a loss in {update/empty:.0f} of this step's mini-batches; no optimizer step"
+        " was taken for them",
     ),
     Rule(
         "engine and trainer differ",
@@ -219,47 +220,47 @@ _TABLE = (
         Grown(("agreement/trend",), setting="agreement.trend"),
         error=(
             "log-probs of sampled tokens lie {agreement/trend:.3g} times as far apart between"
-            " rollout engine and trainer as at the start of the run, {agreement/mean:.3g} nats in"
-            " the mean, the limit is {limit:g} times; engine and trainer drift apart, though each"
-            " step's difference would pass: a part of the weights is not synced, or rounding grows"
-            " with the weights"
+            " rollout engine and trainer as at the start of the run ({agreement/mean:.3g} nats on"
+            " average; the limit is {limit:g} times): part of the weights is not synced, or"
+            " rounding errors grow with the weights"
         ),
     ),
     Rule(
         "engine and trainer drift apart",
         Grown(("agreement/trend",)),
-        "engine and trainer differ {agreement/trend:.2g} times as much as at first,"
-        " {agreement/mean:.2g} nats in the mean",
+        "engine and trainer differ {agreement/trend:.2g} times as much as at the start,"
+        " {agreement/mean:.2g} nats on average",
     ),
     Rule("reward failures", Above(("reward/timeouts", "reward/crashes")), _not_verified),
     Rule(
         "requests lost",
         Above(("rollout/retried",)),
         "{rollout/retried:.0f} requests for responses were lost and retried,"
-        " {rollout/retried_late:.0f} of them late",
+        " {rollout/retried_late:.0f} of them because they timed out",
     ),
     Rule(
         "engines lost",
         Above(("engine/dead",)),
-        "engines were lost {engine/dead:.0f} times; {engine/serving:.0f} engines serve now",
+        "engines lost: {engine/dead:.0f}; engines that serve now: {engine/serving:.0f}",
     ),
     Rule(
         "entropy collapse",
         Collapse(("entropy/mean",)),
-        "entropy {late:.3g} ({start:.3g} at first) halves every {halving:.0f} steps, no target",
+        "entropy {late:.3g} ({start:.3g} at the start) halves every {halving:.0f} steps; the run"
+        " has no target",
         sampled=True,  # what is learnt from others' responses lowers the entropy
     ),
     Rule(
         "entropy off target",
         OffTarget(("entropy/mean",)),
-        "entropy {entropy/mean:.3g} is {side} its band {low:.3g} to {high:.3g} for "
-        + f"{OFF_TARGET_STEPS}+ steps",
+        "entropy {entropy/mean:.3g} is {side} its target's band, {low:.3g} to {high:.3g}; outside"
+        f" the band for at least {OFF_TARGET_STEPS} steps",
     ),
     Rule(
         "gradient spike",
         TimesMedian(("optimizer/grad_norm",)),
-        "gradient norm {optimizer/grad_norm:.3g} is {times:.0f} times the median {median:.3g}"
-        " before it",
+        "gradient norm {optimizer/grad_norm:.3g} is {times:.0f} times the median of earlier steps,"
+        " {median:.3g}",
     ),
     Rule(
         "responses cut off",

@@ -185,14 +185,15 @@ def _beyond(frame: _Frame, lines: Sequence[Line]) -> str:
         step, far = max(outside, key=lambda point: abs(point[1]))
         whose = f" of {line.label}" if len(lines) > 1 else ""
         many = f"{len(outside):,} of {len(finite):,} values{whose}"
-        said.append(f"{many} lie beyond the edge, as far as {short(far)} (step {step:g})")
+        outer = "is" if len(outside) == 1 else "are"
+        said.append(f"{many} {outer} off the chart, the farthest {short(far)} (step {step:g})")
         number += len(outside)
         furthest = max(furthest, (abs(far), f"{short(far)} ({line.label}", step))
     if len(said) > MOST_SAID:
         _, far_of, step = furthest
         return (
-            f"{number:,} values of {len(said)} lines lie beyond the edge, as far as"
-            f" {far_of}, step {step:g})"
+            f"{number:,} values of {len(said)} lines are off the chart, the farthest {far_of}, step"
+            f" {step:g})"
         )
     return "; ".join(said)
 

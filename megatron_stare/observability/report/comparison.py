@@ -17,6 +17,8 @@ from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord
 
 LAST = 1 / 3  # share of the runs' common steps over which they are compared
+_NO_DIFFERENCE = "; no significant difference"
+_NOT_SIGNIFICANT = "not significantly different"
 _BY_STEP = (
     ("Entropy, last third", "entropy/mean", ""),
     (f"Reward, last {RECENT} steps", "reward/mean", "good"),
@@ -54,21 +56,21 @@ def outcome(first: RunRecord, run: RunRecord) -> str:
     name = label.partition(", ")[0]
     parts = []
     if sampled := found.get(label):
-        note = sampled.note.replace(", 95 %, paired by problem", "").partition("; no difference")[0]
+        note = sampled.note.replace(", 95 %, paired by problem", "").removesuffix(_NO_DIFFERENCE)
         if sampled.value == "–":
             parts.append(f"sampled {name} cannot be compared ({note})")
         else:
-            word = {"good": "higher", "warn": "lower"}.get(sampled.tone, "not shown to differ")
+            word = {"good": "higher", "warn": "lower"}.get(sampled.tone, _NOT_SIGNIFICANT)
             parts.append(f"sampled {name} {word} ({sampled.value} {note})")
     for label, key, _ in _BY_STEP[: 1 if parts else None]:
         if pair := _over_steps(first, run, key):
             what, word = label.partition(",")[0].lower(), "lower" if pair.mean < 0 else "higher"
             if math.isnan(pair.low):
-                word = "in too few steps to tell"
+                word = "measured in too few steps to judge"
             elif pair.low <= 0 <= pair.high:
-                word = "not shown to differ"
+                word = _NOT_SIGNIFICANT
             means = f"{short(pair.ours)} against {short(pair.theirs)}"
-            parts.append(f"{what} {word}, {means} in the {pair.steps} last steps of both")
+            parts.append(f"{what} {word}, {means} in {_last_of_both(pair.steps)}")
     return f"{run.name} against {first.name}: {'; '.join(parts)}." if parts else ""
 
 
@@ -95,8 +97,7 @@ def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | No
     pair = _over_steps(first, run, key)
     if pair is None:
         return None
-    both = f"{short(pair.theirs)} and {short(pair.ours)}"
-    said = f"{both} in the {pair.steps} last steps of both"
+    said = f"{short(pair.ours)} against {short(pair.theirs)} in {_last_of_both(pair.steps)}"
     if math.isnan(pair.low):
         return Figure("", f"{pair.mean:+.3g}", f"{said}, too few for an interval")
     interval = f"[{short(pair.low)}, {short(pair.high)}]"
@@ -140,7 +141,11 @@ def _over_steps(first: RunRecord, run: RunRecord, key: str) -> _Pair | None:
 
 
 def _word(low: float, high: float) -> str:
-    return "; no difference is shown" if low <= 0 <= high else ""
+    return _NO_DIFFERENCE if low <= 0 <= high else ""
+
+
+def _last_of_both(steps: int) -> str:
+    return f"the last {steps} steps that both have" if steps > 1 else "the last step that both have"
 
 
 def _tone(low: float, high: float) -> Tone:
@@ -164,8 +169,10 @@ def settings_that_tell(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, list[
         differs = any(value != values[0] for value in values)
         if key not in _UNTOLD and (differs or not known or values != usual):
             rows.append((key, [None if key not in tree else _plain(tree[key]) for tree in trees]))
-    said = "Those that differ from the defaults" + (" or between the runs" if len(runs) > 1 else "")
-    return rows, f"{said}." if known else "All, for the defaults of a method are not known here."
+    said = "Settings that differ from the defaults"
+    said += " or between the runs" if len(runs) > 1 else ""
+    unknown = "All settings, because the defaults of a method are not known here."
+    return rows, f"{said}." if known else unknown
 
 
 _UNTOLD = ("format", "run.dir")  # shown elsewhere on the page

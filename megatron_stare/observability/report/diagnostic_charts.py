@@ -45,19 +45,19 @@ _SIGNALS = (  # metric, title, unit, caption
     (
         "signal/repetition",
         "Repetition",
-        f"share of {NGRAM}-grams seen before",
-        "Rising: the policy goes in circles.",
+        f"share of {NGRAM}-grams that occurred before",
+        "Rising: responses repeat themselves.",
     ),
     (
         "signal/format",
         "Answers in the right format",
         "share",
-        "What the verifier's parser can read.",
+        "Verified responses in which the verifier finds an answer.",
     ),
     (
         "signal/no_reasoning",
         "Answers without reasoning",
-        "share of right ones",
+        "share of right answers",
         f"Right answers with fewer than {FEW_TOKENS} tokens before them.",
     ),
 )
@@ -77,8 +77,8 @@ def parts(runs: Sequence[RunRecord]) -> list[Part]:
     found = [
         Part(
             "Entropy forecast",
-            "What the advantages of a step do to the entropy of its tokens, to first order, and"
-            " what the step did.",
+            "First-order forecast of how a step changes the entropy of its tokens, and the"
+            " measured change.",
             _recorded(
                 [
                     _change(runs),
@@ -92,8 +92,8 @@ def parts(runs: Sequence[RunRecord]) -> list[Part]:
         ),
         Part(
             "Signs of reward hacking",
-            "None proves anything alone; a turn in one of them while the reward rises is a reason"
-            " to read rollouts.",
+            "No sign proves anything alone. If one turns while the reward rises, read some"
+            " responses.",
             _recorded([_lengths(runs), *_signals(runs)]),
         ),
     ]
@@ -149,8 +149,9 @@ def _quadrants(runs: Sequence[RunRecord]) -> list[Chart]:
         lines = [Line(label, 0, *run.series(key), kind) for key, label, kind in _QUADRANTS]
         title = f"Pull on the entropy, {run.name}" if len(runs) > 1 else "Pull on the entropy"
         caption = (
-            "Above 0 raises the entropy, below lowers it; the sum is the forecast without the"
-            " method's weights. Solid: rare tokens. Dotted: common ones."
+            "Above 0: the tokens raise the entropy; below 0: they lower it. The sum of the lines"
+            " is the forecast without the method's weights. Solid: rare tokens. Dotted: common"
+            " tokens."
         )
         charts.append(
             Chart(title, "nats a unit step, by quadrant", lines, caption=caption, key=True)
@@ -169,13 +170,13 @@ def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
         _, weight = run.series("stare/amplify")
         values = [1 + g * (w - 1) for g, w in zip(gate, weight, strict=False)]
         used.append(_dashed(Line("weight used", i, steps, values)))
-    dashed = " Dashed: the weight STARE gave it." if any(line.values for line in used) else ""
+    dashed = " Dashed: the weight that STARE used." if any(line.values for line in used) else ""
     return Chart(
         "W*",
         "weight on L+ that would hold the entropy",
         lines,
         [line for line in used if line.values],
-        caption=f"Above 1: the entropy falls if nothing is done.{dashed}",
+        caption=f"Above 1: the entropy falls without reweighting.{dashed}",
         y_limit=limit,
         y_floor=-limit,
     )
@@ -192,13 +193,13 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
                 "threshold",
                 "Threshold of surprisal",
                 "nats",
-                "What parts rare tokens from common ones.",
+                "L+ and L− lie at or above their threshold, U+ and U− at or below it.",
             ),
             (
                 "selected",
                 "Tokens selected",
                 "a step",
-                "Of each set the share that the settings name.",
+                "The size of each set.",
             ),
         ):
             lines = _of_sets(run, f"stare/{what}")
@@ -225,12 +226,15 @@ def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
     charts = []
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
-        about = "Share of the set that lies on its side of its position's critical surprisal."
+        about = (
+            "L+ and L−: share of the set above the critical surprisal of its position. U+ and U−:"
+            " share at or below it."
+        )
         precision = _of_sets(run, "forecast/precision")
         charts.append(Chart(f"Proxy precision{whose}", "share", precision, caption=about, key=True))
         about = (
-            "Running sum over the steps at hand. Falling: the set's tokens pull the entropy up;"
-            " rising: down."
+            "Sum over the steps so far. Falling: the set's tokens raise the entropy; rising: they"
+            " lower it."
         )
         sums = [
             replace(line, values=_running_sum(line.values))
@@ -265,13 +269,17 @@ def _gradient(runs: Sequence[RunRecord]) -> Chart:
         lines_of(runs, "gradient/logit_norm"),
         [line for line in bounds if line.values],
         caption=(
-            "Of the loss of a step. Dashed: STAPO's bounds, from probabilities and entropies alone."
+            "Gradient of a step's loss. Dashed: STAPO's bounds, computed from probabilities and"
+            " entropies alone."
         ),
     )
 
 
 def _rare(runs: Sequence[RunRecord]) -> Chart:
-    caption = "More surprising than their position's s*: rewarding them raises the entropy."
+    caption = (
+        "Tokens whose surprisal is above the critical surprisal of their position: a positive"
+        " advantage on them raises the entropy."
+    )
     return Chart(
         "Rare tokens",
         "share past the critical surprisal",

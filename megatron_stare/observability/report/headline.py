@@ -30,9 +30,8 @@ from megatron_stare.run_dir.run_files import RunRecord, result_name
 COLLAPSED = 0.25
 _FELL = 0.5  # a value below this share of its best stretch, or of its start, has fallen
 GREEDY = (
-    "Training optimises sampled responses. Greedy decoding takes the likeliest token everywhere"
-    " and never meets the rest of the distribution, where sampling errs: it may lose while sampling"
-    " gains."
+    "Training optimises sampled responses, not greedy decoding, which always takes the most"
+    " probable token. Greedy pass@1 can therefore fall while the result of sampling rises."
 )
 Figures = Mapping[str, float | None]
 
@@ -104,7 +103,7 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
     first, last = spells[0].first_step, spells[-1].last_step
     span = f"step {first}" if first == last else f"steps {first} to {last}"
     times = f"{len(spells)} times, " if len(spells) > 1 else ""
-    return f"{times}{span}{', not over at the last step' if holds else ''}"
+    return f"{times}{span}{', still active at the last step' if holds else ''}"
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
@@ -126,14 +125,15 @@ def alike(runs: Sequence[RunRecord]) -> list[str]:
                 if same == shared
                 else f"up to step {other.metrics[same - 1]['step']}"
             )
+            # a gate that opens in a step shows its effect in the next step
+            before = same if same == shared else same - 1
             closed = [
-                r.name for r in (other, run) if summary(r.metrics[:same])["gate_on_share"] == 0
+                r.name for r in (other, run) if summary(r.metrics[:before])["gate_on_share"] == 0
             ]
-            why = f", since the gate of {' and '.join(closed)} was closed" if closed else ""
+            why = f" The gate of {' and '.join(closed)} was closed." if closed else ""
             names = f"{other.name} and {run.name}"
             found.append(
-                f"{names} have the same entropy and reward {how}: their lines cover each"
-                f" other{why}."
+                f"{names} have the same entropy and reward {how}, so their lines overlap.{why}"
             )
     return found
 
@@ -144,7 +144,7 @@ def _progress(run: RunRecord) -> str:
         return f"In {_steps(made)},"
     steps = f"step {made:,} of {planned:,}"
     return {
-        "running": f"Still running, {steps} is made:",
+        "running": f"Still running, {steps} is done:",
         "silent": f"Last seen at {steps}:",
     }.get(liveness(run).state, f"Interrupted after {steps}:")
 
@@ -181,7 +181,7 @@ def _change(run: RunRecord, accuracy: str, results: str) -> _Change | None:
     word = "rose" if low > 0 else "fell" if high < 0 else "went"
     note = f"{_signed(mean)} [{_signed(low)}, {_signed(high)}]"
     if word == "went":
-        note += ", no difference is shown"
+        note += ", no significant difference"
     return _Change(before[accuracy], after[accuracy], word, note)
 
 
@@ -204,7 +204,7 @@ def _result(run: RunRecord, on: RunRecord, sampled: _Change | None, figures: Fig
         when = f" at step {at:,}" if at is not None else ""
         return f"{name} is {after['pass1']:.3f}{when}, with no evaluation before training"
     if before.get("pass1") is not None:
-        return f"{name} was {before['pass1']:.3f} before training and is not evaluated since"
+        return f"{name} was {before['pass1']:.3f} before training, with no evaluation since"
     return ""
 
 
@@ -227,12 +227,12 @@ def _entropy(figures: Figures) -> str:
     steps = figures["steps"] or 0
     aim = f" (target {short(target)})" if target is not None else ""
     if steps < JUDGED:
-        return f"entropy was {short(last)} in {_last(steps)}{aim}, too few steps to judge it"
+        return f"entropy was {short(last)} in {_last(steps)}{aim}; the run is too short to judge it"
     if last < COLLAPSED * (target or began) and last < _FELL * began:
         of = f"{short(last / target, 2)} × its target {short(target)}" if target else ""
         return f"entropy collapsed to {short(last)} ({of or f'from {short(began)}'})"
     if figures["gate_on_share"] == 0 and target is not None:
-        return f"entropy ended at {short(last)} without its gate{aim} ever opening"
+        return f"entropy ended at {short(last)}{aim}, and the gate never opened"
     if target is None:
         return f"entropy went from {short(began)} to {short(last)}"
     if on_target(figures):
@@ -241,8 +241,9 @@ def _entropy(figures: Figures) -> str:
         side = "above" if last > target else "below"
         return f"entropy ended {side} its target, at {short(last)}{aim}"
     return (
-        f"entropy ended near its target, at {short(last)}{aim}, and was not held there:"
-        f" {figures['in_band_share'] or 0:.0%} of the last third's steps lie within ±{BAND:.0%}"
+        f"entropy ended near its target, at {short(last)}{aim}, but was not held there: in the last"
+        f" third of the run, {figures['in_band_share'] or 0:.0%} of the steps were within"
+        f" ±{BAND:.0%} of the target"
     )
 
 
@@ -263,7 +264,7 @@ def _loss(figures: Figures) -> str:
     elif steps == 1:
         said = f"the loss was {last} nats a token"
     elif steps < JUDGED:
-        said = f"the loss went from {first} in the first to {last} nats a token in the last"
+        said = f"the loss went from {first} nats a token in the first step to {last} in the last"
     else:
         said = f"the loss went from {first} to {last} nats a token"
     return said if held_out is None else f"{said}; on held-out rows it is {short(held_out)}"
@@ -298,11 +299,11 @@ def _reward_fell(run: RunRecord) -> str:
 
 def _never_opened(run: RunRecord, figures: Figures) -> str:
     above = all(_above_target(row) for row in run.metrics)
-    reason = "its entropy never came below the target" if above else "it stayed closed"
+    reason = " because the entropy never fell below the target" if above else ""
     return (
-        f"The gate never opened in {_steps(len(run.metrics))}: {reason}, so every token had weight"
-        " 1 and the run is the same as one without STARE's weights. A longer run, or a higher"
-        " target, shows what they do."
+        f"The gate never opened in {_steps(len(run.metrics))}{reason}. STARE's weights were"
+        " therefore 1 throughout and had no effect. A higher target would open the gate, or a"
+        " longer run, if the entropy falls below the target."
     )
 
 

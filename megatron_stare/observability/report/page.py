@@ -65,13 +65,13 @@ _MORE = (  # only if a run recorded them
 )
 _ABOUT = {  # sentences about folded parts of the page
     "figures": "Steps, time, memory, and how far engine and trainer agree.",
-    "curves": "Length, gradient, clipping and throughput of every step, and what the method"
-    " selects.",
+    "curves": "Length, gradient norm, clipping and throughput of every step, and the tokens that"
+    " the method selects.",
     "tokens": "Sampled responses with every token's surprisal, entropy, advantage and weight.",
 }
 _ABOUT_SUPERVISED = {
     "figures": "Entropy, steps, time and memory.",
-    "curves": "Length, gradient and throughput of every step.",
+    "curves": "Length, gradient norm and throughput of every step.",
     "tokens": "Rows of some steps, with every token's surprisal and entropy before the step.",
 }
 # phases in the order of a step
@@ -263,9 +263,9 @@ def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
         parts.append("The gate never opened.")
     elif gates:
         parts.append(
-            "Shaded strips: gate on."
+            "Shaded: steps with the gate open."
             if len(gates) == 1
-            else "Strips below: gate on, one lane a run."
+            else "Strips below, one per run: steps with the gate open."
         )
     chart = Chart(
         "Entropy",

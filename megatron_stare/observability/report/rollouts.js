@@ -69,7 +69,7 @@ unpack("index").then(({ runs, pairs }) => {
       rows.push(row);
     }
     room.replaceChildren(...rows);
-    if (!shown.length) put(room, "div", "no response is like that", "empty-list");
+    if (!shown.length) put(room, "div", "no response matches", "empty-list");
     list.setAttribute("aria-activedescendant", chosen === null ? "" : `row-${chosen}`);
   };
 
@@ -95,13 +95,13 @@ unpack("index").then(({ runs, pairs }) => {
       const { rows, reasons } = runs[run], i = pairs[pair][run], why = reasons[rows.step[i]];
       const facts = [`step ${rows.step[i]}`, rows.cursor[i] === null ? "" : `prompt ${rows.cursor[i]}`,
         rows.sample[i] === null ? "" : `sample ${rows.sample[i]}`, rewardOf(run, i), meta(run, i),
-        response.status === "given_up" ? "given up: nobody knows what became of a call of its environment"
+        response.status === "given_up" ? "given up: the outcome of a call of its environment is unknown"
           : response.status && !["ok", "pending"].includes(response.status) ? `verifier: ${response.status}` : "",
         response.finish ? `ended by ${response.finish}` : ""];
       sections[run].querySelector(".facts").textContent = facts.filter(Boolean).join(" · ");
       const training = rows.numbers[i] >= 0;
-      const lines = training ? why.lines : rows.plus[i] === null ? ["Stored without the numbers of its tokens."]
-        : ["The numbers of its tokens had no room on this page; they are in its rollout file."];
+      const lines = training ? why.lines : rows.plus[i] === null ? ["Stored without per-token values."]
+        : ["The per-token values did not fit on this page; they are in the rollout file."];
       sections[run].querySelector(".why").replaceChildren();
       if (judged[run]) for (const line of lines) put(sections[run].querySelector(".why"), "li", line);
       sections[run].querySelector(".calls").replaceChildren();

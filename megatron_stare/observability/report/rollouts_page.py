@@ -63,8 +63,8 @@ def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
         raise DataError(
             "no sampled responses are stored",
             where=", ".join(map(str, run_dirs)),
-            fix="run.rollouts_every says how often a run stores some, run.rollouts_kept how many;"
-            " supervised fine-tuning samples none",
+            fix="run.rollouts_every sets how often a run stores responses, run.rollouts_kept how"
+            " many; supervised fine-tuning samples none",
         )
     page = TEMPLATES.get_template("rollouts.html.jinja").render(
         runs=runs,
@@ -98,13 +98,13 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
     responses, numbers = stored.left_out
     of = f"{stored.name}: " if named else ""
     said = (
-        [f"{of}{responses:,} responses are left out, an even choice, to keep the page small."]
+        [f"{of}{responses:,} responses are left out, evenly over the run, to keep the page small."]
         if responses
         else []
     )
     more = (
-        f"{of}{numbers:,} responses stand here without the numbers of their tokens, to keep the"
-        " page small."
+        f"{of}{numbers:,} responses are shown without their per-token values, to keep the page"
+        " small."
     )
     return [*said, more] if numbers else said
 

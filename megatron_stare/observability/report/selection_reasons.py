@@ -51,18 +51,22 @@ def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reason
     )
     name = str(settings.get("name") or "the method")
     if row is None:
-        return Reasons((f"{name}: the metrics of this step are not recorded.",))
+        return Reasons(
+            (f"This step's metrics are not recorded, so the selection of {name} is unexplained.",)
+        )
     found = [each for each in _SETS if math.isfinite(_of(row, f"stare/threshold_{each[0]}"))]
     lines = [_rule(name, settings, row, each) for each in found]
     weighed = _gate(settings, row, found)
     lines += [weighed] if weighed else []
     others = [f"{key} {short(value)}" for key, value in row.items() if key.startswith(_OF_METHODS)]
-    lines += [f"{name} of this step: {', '.join(others)}."] if others else []
+    lines += [f"Metrics of {name} in this step: {', '.join(others)}."] if others else []
     if not lines:
-        return Reasons((f"{name} selects no tokens: all of a response have its advantage.",))
+        selects = any(key.startswith("stare/selected_") for key in row)
+        what = "selected no tokens in this step" if selects else "selects no tokens"
+        return Reasons((f"{name} {what}.",))
     if found and _of(row, "update/count") > 1:
         lines.append(
-            "Thresholds are means over the step's updates, each of which selects among its own"
+            "The thresholds are means over the step's updates: each update selects from its own"
             " tokens."
         )
     return Reasons(tuple(lines), {each[2]: _because(row, each) for each in found})
@@ -76,15 +80,17 @@ def _rule(
     number = _of(row, f"stare/selected_{metric}")
     below, share = settings.get("rare_below"), settings.get("share")
     if below is not None:
-        who = f"a probability {'below' if rare else 'of at least'} {below:g}"
+        who = f"those with a probability {'below' if rare else 'of at least'} {below:g}"
     elif rare or settings.get("common") == "bottom":
-        part = f"the {100 * share:.3g} % " if isinstance(share, float) else "the share "
-        who = f"{part}of {'highest' if rare else 'lowest'} surprisal"
+        part = f"the {100 * share:.3g} %" if isinstance(share, float) else "the share"
+        who = f"{part} with the {'highest' if rare else 'lowest'} surprisal"
     else:
         who = "all that are not rare"
-    end = "at least" if rare else "at most"
     count = f"{number:,.0f} tokens" if math.isfinite(number) else "tokens"
-    return f"{name} put into {letter} {count} of {sign} advantage, {who}: {end} {bound} nats."
+    return (
+        f"{name} put {count} with {sign} advantage into {letter}: {who} (surprisal"
+        f" {'≥' if rare else '≤'} {bound} nats)."
+    )
 
 
 def _gate(
@@ -98,15 +104,15 @@ def _gate(
     )
     if math.isfinite(share := _of(row, "stare/open")):
         return (
-            f"Gate by {settings.get('gate', 'token')}: open for {share:.0%} of the tokens, whose"
-            f" weights are {weights}."
+            f"Every {settings.get('gate', 'token')} has a gate, and {share:.0%} of the tokens have"
+            f" an open gate. Weights where the gate is open: {weights}."
         )
     gate = _of(row, "stare/gate")
     if not found or not math.isfinite(gate):
         return ""
     if gate >= 0.5:
         return f"The gate was open{against}: {weights}."
-    return f"The gate was closed{against}: these tokens are marked, and their weight is 1."
+    return f"The gate was closed{against}: the selected tokens were not reweighted."
 
 
 def _because(row: Mapping[str, float], of: tuple[str, ...]) -> str:

@@ -31,7 +31,7 @@ const tokenView = (view) => {
     if (!known.length) add(ramp, "span", "has no values here");
     else if (colour === "advantage") {
       const sign = known.some((value) => value < 0) ? "minus" : "plus";
-      add(ramp, "span", far ? `${show(known[0])}, the same for every token of a response` : "0: nothing is learnt from this response");
+      add(ramp, "span", far ? `${show(known[0])}, the same for every token of a response` : "0: nothing to learn from this response");
       if (far) add(ramp, "span", "", "bar").style.background = tint(1, sign);
     } else if (high === low) add(ramp, "span", `${show(low)} for every token`);
     else {

@@ -45,7 +45,10 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
         shown.append(_entry(response))
     left = len(known) - len(shown)
     more = (
-        [f"{left} responses are left out, for there is room for {MOST_TOKENS:,} tokens."]
+        [
+            f"{left} {'response is' if left == 1 else 'responses are'} left out, to show at most"
+            f" {MOST_TOKENS:,} tokens."
+        ]
         if left
         else []
     )
@@ -65,8 +68,11 @@ def view_of_run(directory: Path) -> TokenView | None:
     if not read:
         return None
     steps = ", ".join(str(found[0].step) for found in read)
+    of_steps = f"step{'s' if len(read) > 1 else ''} {steps}"
     about = (
-        f"Of steps {steps}; {len(files)} files are in rollouts." if len(files) > len(read) else ""
+        f"From {of_steps}. The run's folder rollouts has {len(files)} files."
+        if len(files) > len(read)
+        else ""
     )
     return token_view([response for found in reversed(read) for response in found], about)
 
