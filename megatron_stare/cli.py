@@ -124,10 +124,10 @@ def parser() -> argparse.ArgumentParser:
 
     init = commands.add_parser(
         "init",
-        help="write a folder that trains at once: configuration, data, reward, README",
+        help="write a folder that can train at once: configuration, data, reward, README",
         description=(
-            "Writes a folder that trains at once on the tiny model, on sums or on a file of yours,"
-            " whose columns it finds. See docs/howto/own_data.md."
+            "Writes a folder that can train at once, on sums or on a data file of your own, whose"
+            " columns it guesses. See docs/howto/own_data.md."
         ),
         epilog="example: megatron-stare init mine --data problems.parquet --model models/Qwen3-8B",
     )
@@ -152,8 +152,8 @@ def parser() -> argparse.ArgumentParser:
         help="list the settings that were renamed since earlier releases",
         description=(
             "Lists the sections that were renamed since earlier releases, with their present"
-            " names. With CONFIG, lists those that CONFIG uses. Former names are read in a run's"
-            " own config.yaml, and refused in a file that a person wrote."
+            " names. With CONFIG, lists those that CONFIG uses. Former names are accepted in the"
+            " config.yaml of a run's folder, and refused in any other file."
         ),
     )
     formats.add_argument(
@@ -179,8 +179,8 @@ def parser() -> argparse.ArgumentParser:
             "show a run's status: phase, rates, time left, alerts, and the next command if it ended"
         ),
         description=(
-            "Shows a run's status from its files alone, on this machine or another. Exit code 1:"
-            " the run is not going on. See docs/runs.md."
+            "Shows the status of a run on this machine or another, from the run's files alone."
+            " Exit code 1: the run is unfinished and seems not to be running. See docs/runs.md."
         ),
     )
     views.add_status_arguments(status)
@@ -199,7 +199,12 @@ def parser() -> argparse.ArgumentParser:
     suggested.set_defaults(run=suggest.run_suggest)
 
     report = commands.add_parser(
-        "report", help="write report.html of one or several runs, finished or not"
+        "report",
+        help="write report.html of one or several runs, finished or not",
+        description=(
+            "Writes the report of a run, or the comparison of several runs: results, problems,"
+            " curves, responses and settings, in one HTML file. See docs/runs.md."
+        ),
     )
     views.add_report_arguments(report)
     report.set_defaults(run=views.run_report)
@@ -208,8 +213,8 @@ def parser() -> argparse.ArgumentParser:
         "rollouts",
         help="write a page of a run's sampled responses, or of two runs side by side",
         description=(
-            "Writes a page of the responses that a run stored: to filter and to read token by"
-            " token, with the tokens that the method selected and the reasons. See"
+            "Writes a page of the responses that a run stored. The page filters them and shows each"
+            " token by token, with the tokens that the method selected and the reasons. See"
             " docs/runs.md."
         ),
     )
@@ -220,9 +225,9 @@ def parser() -> argparse.ArgumentParser:
         "eval",
         help="evaluate a checkpoint on tasks: avg@k, pass@k, maj@k with intervals",
         description=(
-            "Samples responses of a checkpoint to the problems of CONFIG's tasks and counts them"
-            " as the evaluations of training are counted. Give an interrupted or killed command"
-            " again to resume it. See docs/evaluation.md."
+            "Samples a checkpoint's responses to the problems of CONFIG's tasks and scores them as"
+            " evaluations during training do. Repeat an interrupted command to resume it. See"
+            " docs/evaluation.md."
         ),
         epilog=(
             "example: megatron-stare eval configs/quickstart.yaml eval.samples=8 --checkpoint"
@@ -236,8 +241,8 @@ def parser() -> argparse.ArgumentParser:
         "plan",
         help="forecast a run: memory by GPU, time by phase, the nearest layouts that fit",
         description=(
-            "Forecasts a run's memory and time on GPUs that this machine need not have, and the"
-            " nearest layouts that fit. Exit code 1: the run does not fit. See docs/planning.md."
+            "Forecasts a run's memory and time, and lists the nearest layouts that fit. This machine"
+            " does not need the GPUs. Exit code 1: the run does not fit. See docs/planning.md."
         ),
         epilog=(
             "example: megatron-stare plan my_32b.yaml --nodes 4 --gpu h100-80g --response-tokens"

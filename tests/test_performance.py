@@ -31,6 +31,7 @@ from megatron_stare.config.performance import (
     chosen,
     environment,
     megatron_fields,
+    missing,
     reasons,
 )
 from megatron_stare.config.resolved import resolve_run
@@ -340,8 +341,11 @@ def test_a_dry_run_says_what_turns_each_on(
     text = capsys.readouterr().out
     assert yaml.safe_load(text)["performance"]["bias_fusion"] is True  # remarks are comments
     for feature in FEATURES:
+        told = f"# off on this machine: performance.{feature.name}, "
+        assert (told in text) == (feature.name != "bias_fusion")
+        # without what it needs, `true` is refused
         turns_on = f"performance.{feature.name}=true turns it on"
-        assert (turns_on in text) == (feature.name != "bias_fusion")
+        assert (turns_on in text) == (feature.name != "bias_fusion" and not missing(feature))
     assert "# activations: a rank keeps about" in text
     assert "# not offered: performance.tp_comm_overlap: Transformer Engine's user buffers" in text
 

@@ -95,8 +95,11 @@ def test_a_run_that_is_held_is_alive_and_asking_takes_nothing_from_it(
     assert (found.step, found.steps, found.pid, found.beat_age_s) == (100, 300, 7, 3.0)
     assert (found.phase, found.phase_s, found.done, found.total) == ("rollout", 12.0, 10, 256)
     text = as_text(found)
-    assert text.startswith(f"{run_dir}: runs on node7 (process 7), step 100 of 300\n")
-    assert "  phase       rollout for 0:12, 10 of 256 responses; must get on within 10:00" in text
+    assert text.startswith(f"{run_dir}: running on node7 (process 7), step 100 of 300\n")
+    assert (
+        "  phase       rollout for 0:12, 10 of 256 responses; must make progress within 10:00"
+        in text
+    )
     assert sorted({path.name for path in run_dir.iterdir()} - {LOCK_FILE}) == before
     status_of(run_dir, NOW)
     monkeypatch.setattr(liveness, "SILENT_S", 0.01)  # no next heartbeat of node7 comes
@@ -151,15 +154,13 @@ def test_restarts_by_itself_are_counted_and_the_last_is_explained(run_dir: Path)
         {"by": "supervisor", "step": 90, "why": "killed"},
     ]
     write_atomically(run_dir / "restarts.jsonl", losses)
-    assert "  restarts    2 times by itself, the last time because: killed" in as_text(
-        status_of(run_dir, NOW)
-    )
+    assert "  restarts    2 automatic, the last because: killed" in as_text(status_of(run_dir, NOW))
 
 
 def test_a_process_that_is_stopped_is_said_to_be(run_dir: Path) -> None:
     beat(run_dir, process="stopped")
     with held(run_dir):
-        assert "heartbeat   0:03 old, its process is stopped" in as_text(status_of(run_dir, NOW))
+        assert "heartbeat   0:03 old, the driver is stopped" in as_text(status_of(run_dir, NOW))
 
 
 def test_a_start_without_a_watcher_leaves_no_heartbeat_of_an_earlier_start(run_dir: Path) -> None:
@@ -200,7 +201,7 @@ def test_all_steps_are_not_all_of_a_run(tmp_path: Path) -> None:
         None,
         90.0,
     )
-    assert as_text(found).startswith(f"{run}: is finished, step 20 of 20\n")
+    assert as_text(found).startswith(f"{run}: finished, step 20 of 20\n")
 
 
 @pytest.mark.parametrize(("step", "state"), [(20, "finished"), (10, "dead"), (None, "dead")])
@@ -236,7 +237,7 @@ def test_the_command_line(
 ) -> None:
     assert main(["status", str(run_dir)]) == 1
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "  continue it with",
+        "  resume it with",
         f"    megatron-stare train {run_dir}/config.yaml run.dir={run_dir} --resume",
     ]
     with held(run_dir):
@@ -298,7 +299,7 @@ def test_a_terminal_that_lacks_some_characters_gets_the_others(run_dir: Path) ->
             timeout=60,
         )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{run_dir.parent}/l?uft: runs on ")
+    assert done.stdout.startswith(f"{run_dir.parent}/l?uft: running on ")
 
 
 def until_its_watcher_says(run: Path, process: str) -> None:

@@ -63,7 +63,7 @@ def test_what_no_weights_can_hold_is_said() -> None:
     assert "entropy_bonus" in found.reasons[-1]
     useless = suggest(Facts(1.0, 0.5, -0.02, -0.0011, 0.001))
     assert (useless.amplify, useless.attenuate, useless.holds) == (1.0, 1.0, False)
-    assert sum("not rare where they stand" in reason for reason in useless.reasons) == 2
+    assert sum("does not help" in reason for reason in useless.reasons) == 2
 
 
 def test_entropy_that_does_not_fall_needs_no_strong_weights() -> None:
@@ -114,7 +114,10 @@ def test_the_command_reads_what_stare_selected(
     assert told["suggested"]["attenuate"] == pytest.approx(0.75)
     assert main(["suggest", str(run), "--steps", "20"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("steps 1 to 20: entropy 0.98 to 0.83 nats, forecast -0.001 a unit step")
+    assert text.startswith(
+        "steps 1 to 20: entropy went from 0.98 to 0.83 nats; forecast without reweighting -0.001"
+        " nats a unit step"
+    )
     assert (
         f"  entropy_target: {0.98 * TARGET_SHARE:.3g}\n  amplify: 1.25\n  attenuate: 0.75\n" in text
     )
@@ -134,7 +137,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     short = written(tmp_path / "short", 9, **{"forecast/plain_change": -0.001})
     bare = written(tmp_path / "bare", 20)
     for words, message in (
-        ([str(tmp_path / "none")], "this is no run's directory"),
+        ([str(tmp_path / "none")], "this is not a run directory"),
         ([str(short)], "9 steps are too few"),
         ([str(bare)], "the steps have no forecast/plain_change"),
         ([str(bare), "--steps", "3"], "--steps"),

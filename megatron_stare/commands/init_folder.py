@@ -128,7 +128,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         command.add_argument(
             f"--{role}-key",
             metavar="COLUMN",
-            help=f"column of the {role} in --data, dotted within another; default: guessed",
+            help=f"column of the {role} in --data, A.B if nested; default: guessed",
         )
 
 

@@ -40,7 +40,7 @@ def run_suggest(args: argparse.Namespace) -> None:
         )
     file = args.run_dir / METRICS_FILE
     if not file.is_file():
-        raise UserError("there is no such file, so this is no run's directory", where=str(file))
+        raise UserError("there is no such file, so this is not a run directory", where=str(file))
     rows = read_metrics(file)[: args.steps]
     facts = facts_of(rows, str(file))
     found = suggest(facts)
@@ -85,8 +85,8 @@ def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
 def as_text(facts: Facts, found: Suggestion, steps: int) -> str:
     """Returns the suggestion as lines for the terminal, first the settings and then the reasons."""
     lines = [
-        f"steps 1 to {steps}: entropy {facts.entropy:.3g} to {facts.entropy_now:.3g} nats, forecast"
-        f" {facts.plain:+.2g} a unit step",
+        f"steps 1 to {steps}: entropy went from {facts.entropy:.3g} to {facts.entropy_now:.3g} nats;"
+        f" forecast without reweighting {facts.plain:+.2g} nats a unit step",
         "",
         "algorithm:",
         "  name: stare",

@@ -18,10 +18,10 @@ from megatron_stare.run_dir.run_files import Rereading
 
 EVERY_S = 2.0
 _SAYS = {
-    "running": "runs",
-    "finished": "is finished",
-    "dead": "does not run",
-    "silent": "was not heard of",
+    "running": "running",
+    "finished": "finished",
+    "dead": "not running",
+    "silent": "last seen",
 }
 
 
@@ -35,7 +35,7 @@ def add_status_arguments(status: argparse.ArgumentParser) -> None:
         type=float,
         const=EVERY_S,
         metavar="SECONDS",
-        help=f"repeat every S seconds until Ctrl-C; default {EVERY_S:g} s",
+        help=f"repeat at this interval until Ctrl-C; default {EVERY_S:g} s",
     )
 
 
@@ -81,14 +81,14 @@ def as_text(status: Status) -> str:
         else ""
     )
     steps = "" if status.steps is None else f" of {status.steps:,}"
-    made = f"step {status.step:,}{steps}" if status.step else "no step made yet"
+    made = f"step {status.step:,}{steps}" if status.step else "no step done yet"
     head = (
         f"{status.run}:"
         f" {_SAYS[status.state]}{where if status.state in ('running', 'silent') else ''}, {made}"
     )
     lines = [(name, text) for name, text in _subjects(status) if text]
     body = [f"  {name:<12}{text}" for name, text in lines]
-    again = ["  continue it with", f"    {status.again}"] if status.again else []
+    again = ["  resume it with", f"    {status.again}"] if status.again else []
     return "\n".join([head, *body, *again])
 
 
@@ -111,13 +111,13 @@ def _subjects(status: Status) -> list[tuple[str, str]]:
             (
                 ""
                 if status.left_s is None
-                else f"{clock(status.left_s)} of steps, at their recent pace"
+                else f"{clock(status.left_s)} for the remaining steps, at the recent pace"
             ),
         ),
     ]
     if told := [each for each in status.planned if each.name in ("step", "memory in update")]:
         figures = (
-            f"{each.name} {short(each.planned)} {each.unit}, took {short(each.measured)}"
+            f"{each.name} {short(each.planned)} {each.unit}, measured {short(each.measured)}"
             for each in told
         )
         subjects.append(("planned", " · ".join(figures)))
@@ -141,14 +141,12 @@ def _subjects(status: Status) -> list[tuple[str, str]]:
         )
     if status.starts:
         again = status.starts - 1
-        more = f", resumed {again} times, last after step {status.resumed_after:,}" if again else ""
+        times = "once" if again == 1 else f"{again} times, last"
+        more = f", resumed {times} after step {status.resumed_after:,}" if again else ""
         subjects.append(("started", f"{status.started[:16].replace('T', ' ')}{more}"))
     if status.restarts:
         subjects.append(
-            (
-                "restarts",
-                f"{status.restarts} times by itself, the last time because: {status.restart}",
-            )
+            ("restarts", f"{status.restarts} automatic, the last because: {status.restart}")
         )
     subjects += [
         ("alert", f"{alert.name}: {alert.text} (step {alert.last_step:,})")
@@ -156,10 +154,9 @@ def _subjects(status: Status) -> list[tuple[str, str]]:
     ]
     subjects.append(("alerts", "" if status.alerts else "none"))
     if status.state != "finished" and status.beat_age_s is not None:
-        stopped = (
-            f", its process is {status.process}" if status.process in ("stopped", "ended") else ""
-        )
-        subjects.append(("heartbeat", f"{clock(status.beat_age_s)} old{stopped}"))
+        process = {"stopped": ", the driver is stopped", "ended": ", the driver has ended"}
+        ended = process.get(status.process, "")
+        subjects.append(("heartbeat", f"{clock(status.beat_age_s)} old{ended}"))
     subjects.append(("black box", status.black_box))
     return subjects
 
@@ -168,14 +165,16 @@ def _phase(status: Status) -> str:
     if not status.phase or status.phase_s is None:
         return ""
     counted = f", {status.done:,} of {status.total:,} responses" if status.total else ""
-    limit = f"; must get on within {clock(status.limit_s)}" if status.limit_s is not None else ""
+    limit = (
+        f"; must make progress within {clock(status.limit_s)}" if status.limit_s is not None else ""
+    )
     return f"{status.phase} for {clock(status.phase_s)}{counted}{limit}"
 
 
 def add_report_arguments(report: argparse.ArgumentParser) -> None:
     """Adds the arguments of `report`."""
     _add_runs(
-        report, "one, or several to be compared", "report.html", "several runs, comparison.html"
+        report, "one run, or several to compare", "report.html", "several runs, comparison.html"
     )
 
 
@@ -192,7 +191,7 @@ def run_report(args: argparse.Namespace) -> None:
 def add_rollouts_arguments(rollouts: argparse.ArgumentParser) -> None:
     """Adds the arguments of `rollouts`."""
     _add_runs(
-        rollouts, "one, or two to hold side by side", "rollouts.html", "two runs, rollouts.html"
+        rollouts, "one run, or two to show side by side", "rollouts.html", "two runs, rollouts.html"
     )
 
 

@@ -157,10 +157,18 @@ FEATURES: tuple[Feature, ...] = (
 # Megatron's features that are not supported, with the reason
 NOT_OFFERED = {
     "tp_comm_overlap": (
-        "Transformer Engine's user buffers take tensors of one size alone, tokens of a micro-batch"
-        " by hidden, and micro-batches here have lengths of their own"
+        "Transformer Engine's user buffers have one fixed size, but micro-batches here differ in"
+        " length"
     ),
 }
+
+
+# reasons why a setting is off that `true` overrides
+_CHOICES = (_NOT_AUTOMATIC, _NOT_PROVEN, _ONLY_CUDA) = (
+    "performance.automatic is false",
+    "not proven",
+    "automatic only with CUDA",
+)
 
 
 def device_has() -> frozenset[str]:
@@ -230,12 +238,12 @@ def _reason(
     if lacking := missing(feature, has):
         return f"needs {' and '.join(lacking)}"
     if not config.performance.automatic:
-        return "performance.automatic is false"
+        return _NOT_AUTOMATIC
     if not feature.proven:
         if not feature.covered:
-            return f"not proven: `bash scripts/gpu_check.sh {feature.check}`"
+            return f"{_NOT_PROVEN} by `bash scripts/gpu_check.sh {feature.check}`"
         if "cuda" not in has:
-            return "on by itself only with CUDA"
+            return _ONLY_CUDA
     for wanted in feature.wants:
         section, _, name = wanted.partition(".")
         asked = getattr(getattr(config, section), name)
@@ -439,10 +447,11 @@ def hints(config: Config) -> list[str]:
     """Returns lines for --dry-run. For each setting that is off on this process's device, one line
     gives the reason and says how to turn the setting on. For each of Megatron's settings in
     NOT_OFFERED, one line gives the reason why the package does not offer the setting."""
-    lines = [
-        f"off: performance.{name}, {reason}; performance.{name}=true turns it on"
-        for name, reason in reasons(config).items()
-    ]
+    lines = []
+    for name, reason in reasons(config).items():
+        # for any other reason, `true` is refused on this device or in this run
+        how = f"; performance.{name}=true turns it on" if reason.startswith(_CHOICES) else ""
+        lines.append(f"off on this machine: performance.{name}, {reason}{how}")
     return lines + [
         f"not offered: performance.{name}: {reason}" for name, reason in NOT_OFFERED.items()
     ]

@@ -289,8 +289,9 @@ def remarks(config: Config) -> list[str]:
     shape = resolve_run(config, published=True).shape
     memory = activation_memory(config, shape, micro_batch, longest, rows)
     found.append(
-        f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for backward"
-        + (f", and computes up to {memory.again / 1e9:.3g} GB of it again" if memory.again else "")
+        f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for the"
+        " backward pass"
+        + (f", which recomputes up to {memory.again / 1e9:.3g} GB more" if memory.again else "")
     )
     return found + hints(config) + not_checked(config) + limits_not_checked(config)
 

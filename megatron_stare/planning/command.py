@@ -33,7 +33,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help=(
-            "number of nodes, to which data-parallel replicas are adapted; default: as many"
+            "number of nodes; the number of data-parallel replicas is adapted; default: as many"
             " as the run needs"
         ),
     )
@@ -68,8 +68,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         "--launch",
         action="store_true",
         help=(
-            "print only what a launch script needs: the number of nodes, the seconds in which a"
-            " step and a save surely end, and the settings of the layout over --nodes"
+            "print only what a launch script needs: the number of nodes, the seconds to reserve for"
+            " the last step and its save, and the settings of the layout over --nodes"
         ),
     )
     plan.add_argument(

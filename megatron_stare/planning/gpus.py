@@ -126,17 +126,17 @@ class Coefficients:
 
 
 SOURCES = {
-    "log_prob_mfu": "assumed; Megatron-LM's README reports 41 to 48 % of pretraining on H100",
-    "update_mfu": "assumed, likewise",
-    "log_prob_moves": "assumed to be within the share; fitted to runs of several widths",
-    "update_moves": "assumed, likewise",
+    "log_prob_mfu": "assumed; Megatron-LM's README reports 41 to 48 % for pretraining on H100",
+    "update_mfu": "assumed, as log_prob_mfu",
+    "log_prob_moves": "included in log_prob_mfu until runs of several widths are calibrated",
+    "update_moves": "included in update_mfu until runs of several widths are calibrated",
     "prefill_mfu": "assumed",
     "decode_efficiency": "assumed",
-    "decode_layer_s": "assumed to be within the shares; fitted to runs of several sizes",
+    "decode_layer_s": "included in decode_efficiency until runs of several sizes are calibrated",
     "link_efficiency": "assumed",
     "sync_bytes_s": "slime's 355B in 48 s, published; benchmarks/sync_model.py",
-    "fixed_s": "the driver took 4.4 s at 8,192 replies of 16,384 tokens, benchmarks/driver.py",
-    "checkpoint_bytes_s": "assumed of a shared file system",
+    "fixed_s": "the driver took 4.4 s for 8,192 responses of 16,384 tokens, benchmarks/driver.py",
+    "checkpoint_bytes_s": "assumed for a shared file system",
 }
 
 

@@ -17,42 +17,42 @@ from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count,
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMPTIONS = (
     (
-        "operations: 2 a matrix entry and token, attention causal at the mean length, the output"
-        " layer at response positions; an update is three forwards, and with full recomputation the"
-        " layers once more"
+        "operations: 2 per matrix entry and token; causal attention at the mean length; the output"
+        " layer only at response positions; an update costs three forward passes, and with full"
+        " recomputation one more of the layers"
     ),
     (
-        "a pipeline of p stages and v chunks idles (p - 1) / (v m) of its time, m micro-batches a"
-        " replica"
+        "a pipeline of p stages, v chunks and m micro-batches per replica is idle for (p - 1) /"
+        " (v m) of its busy time"
     ),
     (
-        "tensor-parallel ranks exchange 4 hidden states a layer and forward, 8 more for a backward,"
-        " over the node's links"
+        "tensor-parallel ranks exchange 4 hidden states per layer in a forward pass and 8 in a"
+        " backward pass, over the node's links"
     ),
     (
-        "data-parallel ranks reduce float32 gradients and gather parameters each update, not"
-        " overlapped"
+        "data-parallel ranks reduce gradients in float32 and gather parameters at each update,"
+        " without overlap"
     ),
     (
-        "left out: context-parallel and expert-parallel exchange, point-to-point of stages,"
-        " imbalance, the optimizer's own arithmetic, rewards that are not verified by the time the"
+        "no time for: context-parallel and expert-parallel exchange, sends between pipeline stages,"
+        " imbalance, the optimizer's arithmetic, rewards that are still being verified when the"
         " last response ends"
     ),
     (
-        "decoding reads a server's weights once a token step and each response's cache once a"
-        " token, or is bound by arithmetic, whichever is longer; the longest response is"
-        " max_new_tokens; prompts of a group are read once"
+        "a decoding step reads the server's weights and the cache of every response once, or is"
+        " bound by arithmetic, whichever takes longer; the longest response has max_new_tokens"
+        " tokens; the prompt of a group is prefilled once"
     ),
     (
-        "what is not a matrix product is within the shares of the peak, and what a token step takes"
-        " however few responses it is for within that of the bandwidth, until runs of several sizes"
-        " are calibrated with"
+        "until a calibration with runs of several sizes, the shares of peak FLOP/s include"
+        " operations other than matrix products, and the share of memory bandwidth includes the"
+        " fixed time of a decoding step"
     ),
     "dynamic sampling takes one round; evaluations are not counted",
     (
-        "partial rollouts: lengths are exponential, cut at the longest; a round lasts as long as a"
-        " response that grows by all of it; what is carried over is read again once, after the"
-        " weight sync"
+        "partial rollouts: response lengths are exponentially distributed up to the maximum; a"
+        " round takes as long as a response that gets all of the round's tokens; unfinished"
+        " responses are prefilled again once, after the weight sync"
     ),
 )
 

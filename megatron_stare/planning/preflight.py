@@ -494,10 +494,10 @@ def not_checked(config: Config) -> list[str]:
         return []
     found = [
         (
-            f"not checked: {path} is not on this machine, and its published shape stands for it:"
-            " weights, tokenizer, chat template and stop tokens"
+            "not checked: weights, tokenizer, chat template and stop tokens of the model, which is"
+            f" not on this machine: {path} (its published shape is used)"
         ),
-        "not checked: how long prompts are and what else needs a tokenizer",
+        "not checked: lengths of prompts, and everything else that needs a tokenizer",
     ]
     reference = config.model.reference_path
     if reference and published_shape(reference):
@@ -505,7 +505,7 @@ def not_checked(config: Config) -> list[str]:
     if without_install(config) is not None:
         found.append(
             "not checked: the servers' software, which is not on this machine, and flags that only"
-            " it can take"
+            " this software can check"
         )
     missing = [each for each in prompt_files(config) if not Path(each).exists()]
     return found + [f"not checked: {each}, which is not on this machine" for each in missing]

@@ -110,31 +110,31 @@ def _memory(plan: Plan) -> str:
 def _time(plan: Plan) -> str:
     step, config = plan.step, plan.run.config
     lines = [
-        f"seconds of a step, of {plan.lengths.prompt:.0f} prompt and {plan.lengths.response:.0f}"
-        " response tokens"
+        f"seconds of a step, for prompts of {plan.lengths.prompt:.0f} and responses of"
+        f" {plan.lengths.response:.0f} tokens on average"
     ]
     lines += [f"  {phase:13}{seconds:9.4g}" for phase, seconds in step.phases.items()]
-    lines.append(f"  {'beside them':13}{plan.fitted.coefficients.fixed_s:9.4g}")
-    ahead = ", rollout beside training" if config.rollout.staleness else ""
+    lines.append(f"  {'other':13}{plan.fitted.coefficients.fixed_s:9.4g}")
+    ahead = ", rollout in parallel with training" if config.rollout.staleness else ""
     lines.append(f"  {'step':13}{step.seconds:9.4g}{ahead}")
     if flow := step.partial:
         tokens = config.partial.tokens or 0
         lines.append(
-            f"{flow.rounds:.1f} rounds of {tokens:,} tokens a step, in each of which"
-            f" {flow.growing:,.0f} responses grow; {flow.continued:,.0f} with {flow.carried:,.0f}"
-            " tokens are carried over"
+            f"partial rollouts: {flow.rounds:.1f} rounds of {tokens:,} tokens a step; in each round"
+            f" {flow.growing:,.0f} responses grow; a step takes over {flow.continued:,.0f}"
+            f" unfinished responses with {flow.carried:,.0f} tokens from the step before"
         )
     if plan.growing_cache is not None and plan.served:
         sizes = (
-            f"{plan.growing_cache / 1e9:.1f} GB, and a server's rank has"
-            f" {plan.served.cache / 1e9:.1f}"
+            f"{plan.growing_cache / 1e9:.1f} GB on a server's rank, which has"
+            f" {plan.served.cache / 1e9:.1f} GB for them"
         )
-        lines.append(f"keys and values of those that grow in a round: {sizes}")
-    background = " beside training" if config.checkpoint.background else ""
+        lines.append(f"keys and values of all responses that grow in a round: {sizes}")
+    background = " in the background" if config.checkpoint.background else ""
     lines.append(f"  {'a checkpoint':13}{step.checkpoint:9.4g}{background}")
     lines.append(
-        f"{step.tokens_s_gpu:,.0f} tokens/s a GPU; MFU {step.mfu(plan.site.gpu):.1%} of the whole"
-        f" step; {days(plan):.3g} days to {config.run.steps:,} steps"
+        f"{step.tokens_s_gpu:,.0f} tokens/s a GPU; MFU of the whole step"
+        f" {step.mfu(plan.site.gpu):.1%}; {config.run.steps:,} steps take {days(plan):.3g} days"
     )
     return "\n".join(lines)
 
@@ -150,7 +150,7 @@ def _verdict(plan: Plan) -> str:
 
 def _nearest(plan: Plan) -> str:
     lines = [
-        f"nearest that fit, {plan.fitting} of {plan.searched} layouts held against it"
+        f"nearest layouts that fit; {plan.fitting} of {plan.searched} tried layouts fit"
         f" ({plan.took:.1f} s)"
     ]
     for each, step in plan.nearest:
@@ -170,8 +170,8 @@ def _assumed(plan: Plan) -> str:
     lines = [f"assumed: {line}" for line in ASSUMPTIONS]
     if plan.run.shape.experts:
         lines.append(
-            "assumed: experts get equal shares; copies of tokens on their way to them are not"
-            " counted"
+            "assumed: every expert gets an equal share of the tokens; the copies of tokens that are"
+            " sent to experts are not counted"
         )
     if plan.fitted.run:
         lines.append(
@@ -181,7 +181,7 @@ def _assumed(plan: Plan) -> str:
     else:
         lines += [f"assumed: {name} {value:.3g} ({SOURCES[name]})" for name, value in of.items()]
     lines += not_checked(plan.run.config)
-    lines.append("activations are those of unfused layers on a CPU: fused kernels keep less")
+    lines.append("activations are counted for unfused layers on a CPU; fused kernels keep less")
     return "\n".join(lines)
 
 

@@ -68,13 +68,13 @@ def suggest(facts: Facts) -> Suggestion:
     """Suggests an entropy target and weights, based on the means over a run's first steps."""
     target = TARGET_SHARE * facts.entropy
     reasons = [
-        f"the target is {TARGET_SHARE:.0%} of the {facts.entropy:.3g} nats at the start:"
-        " the policy may become surer, and keeps alternatives"
+        f"the target is {TARGET_SHARE:.0%} of the entropy at the start, {facts.entropy:.3g} nats:"
+        " the policy can become more certain, but keeps alternatives"
     ]
     if facts.plain >= 0:
         reasons.append(
-            f"the plain loss does not lower the entropy (forecast {facts.plain:+.2g}): the paper's"
-            " weights suffice"
+            f"without reweighting, the entropy does not fall (forecast {facts.plain:+.2g} nats a"
+            " unit step): the paper's weights suffice"
         )
         return Suggestion(target, 1.1, 0.9, tuple(reasons), True)
     demand = -(1 + MARGIN) * facts.plain
@@ -86,25 +86,27 @@ def suggest(facts: Facts) -> Suggestion:
     if doubtful:
         amplify = AMPLIFY_MAX
     reasons.append(
-        f"the plain loss lowers the entropy by {-facts.plain:.2g} a unit step; W = {amplify:.2f}"
-        f" gives back {(amplify - 1) * plus:.2g} and M = {attenuate:.2f}"
+        f"without reweighting, a unit step lowers the entropy by {-facts.plain:.2g} nats;"
+        f" W = {amplify:.2f} raises it by {(amplify - 1) * plus:.2g} and M = {attenuate:.2f} by"
         f" {(attenuate - 1) * minus:.2g}"
     )
     if doubtful:
         reasons.append(
-            f"the tokens of L+ change the entropy by {facts.plus:+.1g}, too little to tell the"
+            f"the tokens of L+ change the entropy by {facts.plus:+.1g} nats, too little to tell the"
             " sign: amplifying them may help"
         )
     elif facts.plus <= 0:
-        reasons.append("the tokens of L+ are not rare where they stand: amplifying them has no use")
+        reasons.append(
+            "the tokens of L+ do not raise the entropy on average: amplifying them does not help"
+        )
     if facts.minus >= 0:
         reasons.append(
-            "the tokens of L- are not rare where they stand: attenuating them has no use"
+            "the tokens of L- do not lower the entropy on average: attenuating them does not help"
         )
     if not holds:
         reasons.append(
-            "no weights within the bounds stop the fall: a wider algorithm.share, or"
-            " algorithm.entropy_bonus with a target instead of entropy_target, may"
+            "no weights within the bounds stop the fall of entropy; a larger algorithm.share, or"
+            " algorithm.entropy_bonus with a target instead of entropy_target, may stop it"
         )
     return Suggestion(target, amplify, attenuate, tuple(reasons), holds)
 

@@ -452,7 +452,7 @@ def test_the_start_of_a_run_is_noted(tmp_path: Path) -> None:
     )
     assert len(read_run(run).starts) == 2
     page = write_report([run], tmp_path / "a.html").read_text()
-    assert "; resumed after step 2 2026-02-01 08:30 on b, release 1" in page
+    assert "; resumed after step 2, 2026-02-01 08:30 on b, release 1" in page
 
 
 def test_many_starts_in_one_place_are_told_in_a_few_words(tmp_path: Path) -> None:
@@ -470,10 +470,10 @@ def test_many_starts_in_one_place_are_told_in_a_few_words(tmp_path: Path) -> Non
     write_atomically(run / "starts.jsonl", starts)
     assert (
         started(read_run(run))
-        == "started 2026-02-01 08:30 on a, commit c1; resumed after step 10 2026-02-02 08:30; "
-        "resumed after step 20 2026-02-03 08:30 on b, commit c1; "
-        "resumed 2 times there, the last after step 40 2026-02-05 08:30; "
-        "resumed after step 50 2026-02-06 08:30 on b, commit c2"
+        == "started 2026-02-01 08:30 on a, commit c1; resumed after step 10, 2026-02-02 08:30; "
+        "resumed after step 20, 2026-02-03 08:30 on b, commit c1; "
+        "resumed 2 times there, last after step 40, 2026-02-05 08:30; "
+        "resumed after step 50, 2026-02-06 08:30 on b, commit c2"
     )
 
 

@@ -44,7 +44,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--tasks",
         metavar="A,B",
         help=(
-            "names of tasks of eval.tasks; default: all, also those that training does not evaluate"
+            "names of tasks in eval.tasks; default: all, even those that training does not evaluate"
         ),
     )
     command.add_argument(

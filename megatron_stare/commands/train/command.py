@@ -66,7 +66,7 @@ def add_arguments(command: argparse.ArgumentParser, name: str = TRAIN) -> None:
         help=("check everything that needs no workers, print the resolved configuration and stop"),
     )
     command.add_argument(
-        "--resume", action="store_true", help="continue the newest checkpoint of the run"
+        "--resume", action="store_true", help="continue from the run's newest checkpoint"
     )
     command.add_argument(
         "--supervise",
@@ -80,7 +80,7 @@ def add_arguments(command: argparse.ArgumentParser, name: str = TRAIN) -> None:
         "--from-step",
         type=int,
         metavar="N",
-        help="continue the checkpoint of step N instead; later checkpoints are set aside",
+        help="resume from the checkpoint of step N; later checkpoints are set aside",
     )
     command.add_argument(
         "--stop-after",

@@ -147,7 +147,7 @@ def started(run: RunRecord) -> str:
         first, *others = starts
         said.append(f"{_begun(first) if said else 'started'} {_date(first)} {place}")
         if others:
-            times = f"{len(others)} times there, the last " if len(others) > 1 else ""
+            times = f"{len(others)} times there, last " if len(others) > 1 else ""
             said.append(f"{_begun(others[-1], times)} {_date(others[-1])}")
     return "; ".join(said)
 
@@ -158,7 +158,7 @@ def _place(start: dict[str, Any]) -> str:
 
 
 def _begun(start: dict[str, Any], times: str = "") -> str:
-    return f"resumed {times}after step {start['step']}"
+    return f"resumed {times}after step {start['step']},"
 
 
 def _date(start: dict[str, Any]) -> str:
