@@ -241,8 +241,9 @@ def parser() -> argparse.ArgumentParser:
         "plan",
         help="forecast a run: memory by GPU, time by phase, the nearest layouts that fit",
         description=(
-            "Forecasts a run's memory and time, and lists the nearest layouts that fit. This machine"
-            " does not need the GPUs. Exit code 1: the run does not fit. See docs/planning.md."
+            "Forecasts a run's memory and time, and lists the nearest layouts that fit. This"
+            " machine does not need the GPUs. Exit code 1: the run does not fit. See"
+            " docs/planning.md."
         ),
         epilog=(
             "example: megatron-stare plan my_32b.yaml --nodes 4 --gpu h100-80g --response-tokens"

@@ -142,7 +142,9 @@ def run_command(args: argparse.Namespace) -> None:
             fix="give a new folder",
         )
     if args.data is None and (args.prompt_key or args.answer_key):
-        raise UserError("columns are of a file", where="--prompt-key", fix="--data FILE")
+        raise UserError(
+            "columns can only be named for a data file", where="--prompt-key", fix="--data FILE"
+        )
     model = _model(args.model)
     columns = guess_columns(args.data, args.prompt_key, args.answer_key) if args.data else None
     try:
@@ -299,10 +301,10 @@ def _told(data: str, columns: Columns, model: _Model | None) -> list[str]:
     ]
     if model is None and not _sums(columns):
         lines.append(
-            "the tiny model reads digits, +, = and ; alone: on these problems it tries columns and"
-            " reward and learns nothing; --model gives another"
+            "the tiny model reads only digits, +, = and ; so on these problems it learns nothing: a"
+            " run only tests the columns and the reward; choose another model with --model"
         )
-    return [*lines, "no evaluation: set data.eval_path and eval.prompts in config.yaml for one"]
+    return [*lines, "no evaluation: to add one, set data.eval_path and eval.prompts in config.yaml"]
 
 
 def _short(text: str) -> str:

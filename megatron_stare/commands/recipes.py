@@ -77,7 +77,7 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
     ]
     lines += [
         "",
-        f"{len(rows)} recipes; no result of them has been reproduced here.",
+        f"{len(rows)} recipes; none of their results has been reproduced with this package.",
         "",
         "Refused:",
     ]
@@ -155,11 +155,11 @@ def _told(found: dict[str, Any]) -> list[str]:
         )
         lines.append(f"{'* ' if setting in notes else '  '}{'  '.join(cells)}  {source}")
     if notes:
-        lines += ["", "* differs, or is read in a way of its own:"]
+        lines += ["", "* differs from the published setting, or needs an explanation:"]
         lines += [f"  {setting}: {reason}" for setting, reason in notes.items()]
     lines += ["", "Sources:", *(f"  {mark}: {text}" for mark, text in found["sources"].items())]
     ours = ", ".join(f"{setting} {value}" for setting, value in found["ours"].items())
-    return [*lines, "", f"Ours: {ours}. Start: bash scripts/run_recipe.sh {found['name']}"]
+    return [*lines, "", f"Our choice: {ours}. Start: bash scripts/run_recipe.sh {found['name']}"]
 
 
 def _short(value: Any) -> str:

@@ -85,8 +85,8 @@ def facts_of(rows: Sequence[Mapping[str, float]], where: str) -> Facts:
 def as_text(facts: Facts, found: Suggestion, steps: int) -> str:
     """Returns the suggestion as lines for the terminal, first the settings and then the reasons."""
     lines = [
-        f"steps 1 to {steps}: entropy went from {facts.entropy:.3g} to {facts.entropy_now:.3g} nats;"
-        f" forecast without reweighting {facts.plain:+.2g} nats a unit step",
+        f"steps 1 to {steps}: entropy went from {facts.entropy:.3g} to {facts.entropy_now:.3g}"
+        f" nats; forecast without reweighting {facts.plain:+.2g} nats a unit step",
         "",
         "algorithm:",
         "  name: stare",

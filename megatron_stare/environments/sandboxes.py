@@ -422,7 +422,8 @@ def make_sandbox(
             why,
             where=WHERE,
             fix="install bubblewrap (apt-get install bubblewrap) and allow user namespaces, or set"
-            " sandbox: remote and sandbox_url, or sandbox: monty, which knows a part of Python",
+            " sandbox: remote and sandbox_url, or sandbox: monty, which supports only a part of"
+            " Python",
         )
     return Bubblewrap(workers, memory_mb, characters)
 

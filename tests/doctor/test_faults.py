@@ -105,10 +105,15 @@ APART = ("rollout.engine=sglang", "sglang.device=cuda", "sglang.sync=distributed
 @pytest.mark.parametrize(
     ("settings", "served", "level", "said"),
     [
-        (APART, {"torch": "2.14.1", "nccl": "2.28.9"}, "ok", "NCCL 2.28.9 here, 2.28.9 of"),
-        (APART, {"torch": "2.14.1", "nccl": "2.29.3"}, "fault", "NCCL 2.28.9 here, 2.29.3 of"),
+        (APART, {"torch": "2.14.1", "nccl": "2.28.9"}, "ok", "NCCL 2.28.9 here, 2.28.9 in"),
+        (APART, {"torch": "2.14.1", "nccl": "2.29.3"}, "fault", "NCCL 2.28.9 here, 2.29.3 in"),
         ((*SERVERS, "sglang.sync=tensor"), {"torch": "2.13.0"}, "ok", "torch 2.13.0 here, 2.13.0"),
-        ((*SERVERS, "sglang.sync=tensor"), {"torch": "2.14.1"}, "warning", "2.14.1 of the servers"),
+        (
+            (*SERVERS, "sglang.sync=tensor"),
+            {"torch": "2.14.1"},
+            "warning",
+            "2.14.1 in the servers' environment",
+        ),
         ((*SERVERS, "sglang.sync=disk"), {"torch": "2.14.1"}, None, ""),
         (APART, {}, None, ""),  # no such environment: another check says so
     ],
@@ -476,7 +481,7 @@ def test_a_folder_that_another_node_does_not_see(tmp_path: Path) -> None:
         assert path is not None and NodeProbe().sees(str(path))
     assert not NodeProbe().sees(str(path)) and list(tmp_path.iterdir()) == []
     found = wrong([check_seen_by_all("runs", {"a": True, "b": False})])
-    assert "not there on b" in found["folder runs"].seen
+    assert "not visible on b" in found["folder runs"].seen
     assert wrong([check_seen_by_all("runs", {"a": True, "b": True})]) == {}
 
 

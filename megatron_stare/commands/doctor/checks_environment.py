@@ -76,7 +76,7 @@ def _allocator(seen: Mapping[str, str], config: Config) -> Finding:
             return fault(
                 "allocator", f"{name}={value}, and servers are on the trainer's GPUs", mend
             )
-    return ok("allocator", "no setting keeps servers from sharing the trainer's GPUs")
+    return ok("allocator", "no setting prevents servers from sharing the trainer's GPUs")
 
 
 def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Finding:
@@ -86,7 +86,7 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
     if gpus and (parallel.tensor > 1 or parallel.context > 1) and used != 1:
         mend = (
             "performance.cuda_connections=null: one queue lets tensor and context parallelism"
-            " overlap with products"
+            " overlap with matrix products"
         )
         return warning(CONNECTIONS, value, mend)
     return ok(CONNECTIONS, value)
@@ -154,7 +154,7 @@ def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bo
             return fault(
                 variable,
                 f"{value}: there is no such interface",
-                f"one of {', '.join(sorted(there))}",
+                f"use one of {', '.join(sorted(there))}",
             )
         if several and set(found) == {"lo"}:
             return fault(
@@ -184,7 +184,7 @@ def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
     if config.sglang.colocated and zero not in ("", "0"):
         mend = "unset it: servers on the trainer's GPUs ask Ray for no GPU, and would then see none"
         return fault("Ray's device visibility", f"{VISIBILITY[1]}={zero}", mend)
-    return ok("Ray's device visibility", "each process is shown its GPUs")
+    return ok("Ray's device visibility", "each process sees only its own GPUs")
 
 
 def _proxy(shell: Mapping[str, str], addresses: Sequence[str]) -> Finding:
@@ -206,7 +206,7 @@ def _proxy(shell: Mapping[str, str], addresses: Sequence[str]) -> Finding:
         return fault(
             "no_proxy", f"{named[0]} is set and no_proxy leaves out {', '.join(missing)}", mend
         )
-    return ok("no_proxy", "nodes are spared" if named else "no proxy is set")
+    return ok("no_proxy", "includes all nodes" if named else "no proxy is set")
 
 
 def _words(texts: Iterable[str]) -> set[str]:

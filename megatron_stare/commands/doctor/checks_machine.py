@@ -50,7 +50,7 @@ def _sandbox(settings: Mapping[str, Any]) -> Finding:
         if importlib.util.find_spec("pydantic_monty") is None:
             fix = f'pip install "megatron-stare[tools]", {_WHERE_PROGRAMS_RUN}'
             return fault("sandbox", "the package pydantic-monty is not installed", fix)
-        seen = "programs run in pydantic-monty, which knows a part of Python"
+        seen = "programs run in pydantic-monty, which supports only a part of Python"
         return ok("sandbox", f"{seen}, {_WHERE_PROGRAMS_RUN}")
     if why := why_not_isolated():
         fix = f"apt-get install bubblewrap, and allow user namespaces, {_WHERE_PROGRAMS_RUN}"
@@ -91,8 +91,8 @@ def check_shared_memory(facts: Facts) -> Finding:
     seen = f"{free / 1e9:.2f} of {whole / 1e9:.2f} GB free"
     if free < least:
         mend = (
-            f"at least {least / 1e9:.2f} GB: --shm-size of the container, or remove what lies in"
-            " /dev/shm"
+            f"at least {least / 1e9:.2f} GB are needed: raise --shm-size of the container, or"
+            " remove files from /dev/shm"
         )
         return fault("/dev/shm", seen, mend)
     return ok("/dev/shm", seen)
@@ -129,8 +129,8 @@ def check_topology(facts: Facts, tensor: int) -> Finding:
     ]
     if far:
         mend = (
-            f"a tensor group of {tensor} wants NVLink (NV#): a smaller parallel.tensor, or other"
-            " nodes"
+            f"a tensor group of {tensor} should be linked by NVLink (NV#): use a smaller"
+            " parallel.tensor, or other nodes"
         )
         return warning("GPU topology", f"no link within a tensor group: {', '.join(far[:3])}", mend)
     return ok(
@@ -153,7 +153,7 @@ def parse_topology(table: str) -> list[list[str]]:
 def check_ports(ports: Sequence[int], host: str = "") -> Finding:
     """Checks that every port of a range is free on this machine."""
     if not ports:
-        return ok("ports", "runtime.ports is not set: the kernel's choice")
+        return ok("ports", "runtime.ports is not set: the kernel chooses the ports")
     taken = [port for port in range(ports[0], ports[-1] + 1) if not _free(host, port)]
     if taken:
         seen = f"{len(taken)} of {ports[-1] - ports[0] + 1} are in use, {taken[0]} among them"
@@ -198,20 +198,20 @@ def check_folder(seen: FolderSeen) -> list[Finding]:
     if seen.mb_s < SLOW_MB_S:
         mend = (
             "use a parallel file system for runs; checkpoints are written in the background, but"
-            " must end"
+            " must finish in time"
         )
         found.append(warning(where, f"written at {seen.mb_s:.0f} MB/s", mend))
-    return found or [ok(where, f"renames, locks, {seen.mb_s:.0f} MB/s")]
+    return found or [ok(where, f"renames and locks work, {seen.mb_s:.0f} MB/s")]
 
 
 def check_seen_by_all(path: str, saw: Mapping[str, bool]) -> Finding:
     blind = [node for node, there in saw.items() if not there]
     if blind:
-        seen = f"a file written here is not there on {', '.join(blind)}"
+        seen = f"a file written here is not visible on {', '.join(blind)}"
         return fault(
             f"folder {path}",
             seen,
-            "runs and models lie on a file system that all nodes mount alike",
+            "use a file system that all nodes mount at the same path",
         )
     return ok(f"folder {path}", f"seen by all {len(saw)} nodes")
 

@@ -55,20 +55,22 @@ def _servers(facts: Facts, config: Config | None) -> list[Finding]:
         return []
     own, served = facts.versions, facts.served
     if config.sglang.sync == "distributed":
-        said = f"NCCL {own.get('nccl', 'none')} here, {served.get('nccl', 'none')} of the servers"
+        theirs = f"{served.get('nccl', 'none')} in the servers' environment"
+        said = f"NCCL {own.get('nccl', 'none')} here, {theirs}"
         if own.get("nccl") == served.get("nccl"):
             return [ok("servers' libraries", said)]
         mend = (
-            "NCCL refuses a group of both: install the servers' nvidia-nccl-cu* here, with"
-            " pip install --no-deps (docs/install.md)"
+            "NCCL refuses a group with both releases: install the servers' nvidia-nccl-cu* here,"
+            " with pip install --no-deps (docs/install.md)"
         )
         return [fault("servers' libraries", said, mend)]
     if config.sglang.sync == "tensor":
-        said = f"torch {own.get('torch')} here, {served.get('torch', 'none')} of the servers"
+        theirs = f"{served.get('torch', 'none')} in the servers' environment"
+        said = f"torch {own.get('torch')} here, {theirs}"
         if own.get("torch") == served.get("torch"):
             return [ok("servers' libraries", said)]
         mend = (
-            "CUDA memory handles go from one to the other, which nobody has tried between these"
+            "the weight sync shares CUDA memory between the two, which is untested with these"
             " releases: run server_cycle of scripts/gpu_check.sh first, or set sglang.sync=disk"
         )
         return [warning("servers' libraries", said, mend)]
@@ -116,7 +118,7 @@ def _cuda(versions: Mapping[str, str]) -> Finding:
     if cuda is None:
         return fault(
             "cuda",
-            "there are GPUs, and PyTorch was built without CUDA",
+            "there are GPUs, but PyTorch was built without CUDA",
             "install PyTorch's build with CUDA",
         )
     least = LEAST_DRIVER.get(_numbers(cuda)[0], (0, 0))
@@ -126,7 +128,7 @@ def _cuda(versions: Mapping[str, str]) -> Finding:
             "cuda", said, f"CUDA {_numbers(cuda)[0]} needs a driver of {_text(least)} or newer"
         )
     if "nccl" not in versions:
-        return fault("cuda", said, "ranks on GPUs speak NCCL: install PyTorch's build with it")
+        return fault("cuda", said, "ranks on GPUs need NCCL: install a PyTorch build with NCCL")
     return ok("cuda", said)
 
 
@@ -176,7 +178,7 @@ def _apex(facts: Facts) -> list[Finding]:
     found = facts.versions.get("apex")
     if found is None or facts.apex_is_nvidias:
         return [ok("apex", found or "not installed: performance.wgrad_fusion stays off")]
-    mend = "pip uninstall apex; where it is wanted, build NVIDIA's from its source"
+    mend = "pip uninstall apex; if you need Apex, build NVIDIA's from source"
     return [
         fault(
             "apex",
