@@ -1,18 +1,18 @@
 # shellcheck shell=bash
-# From variables to the command line of one run. Sourced by run_recipe.sh and others; does nothing by itself.
+# Turns variables into the command line of one run. Sourced by run_recipe.sh and others; does nothing by itself.
 #
-# What to train. Folders of WORK are seen by all nodes.
-#   RECIPE            the first argument: a name that `megatron-stare recipes` lists; ALGORITHM, which named
-#                     another method once, is refused
-#   WORK              folder that the recipe's paths begin in: models/, data/ and runs/ (default: the current one)
+# What to train. All nodes must see the folder WORK.
+#   RECIPE            the first argument: a name that `megatron-stare recipes` lists; the former variable ALGORITHM
+#                     is refused
+#   WORK              folder to which the recipe's paths are relative: models/, data/ and runs/ (the current folder)
 #   MODEL             Hugging Face folder, or what convert_hf.sh wrote (the recipe's: models/NAME)
 #   DATA              training problems, see docs/data.md (the recipe's: data/dapo_math_17k.jsonl)
 #   STEPS             rollout batches (the recipe's)
 #   SEED              seed of data order and sampling (1)
 #   EVALUATE          0 leaves the recipe's evaluation out (1)
-# How it is laid out. Left empty, each is the recipe's.
-#   NODES             nodes with GPUS_PER_NODE (8) GPUs each: DATA_PARALLEL and, if colocated, ENGINES are adapted to
-#                     them, unless DATA_PARALLEL or ENGINES is given
+# The layout. A variable that is empty has the recipe's value.
+#   NODES             nodes with GPUS_PER_NODE (8) GPUs each; DATA_PARALLEL and, if colocated, ENGINES are adapted to
+#                     NODES, unless DATA_PARALLEL or ENGINES is given
 #   TENSOR PIPELINE CONTEXT DATA_PARALLEL    ranks of the trainer in each direction
 #   ENGINES ENGINE_TENSOR                    servers, and the GPUs of each
 #   COLOCATED                                true: servers are on the trainer's GPUs; false: on others
@@ -30,11 +30,11 @@
 #   GPU_RESOURCE      Ray resource that ranks are placed by (GPU)
 #   INTERFACE         network interface of every node, such as eth0 (any)
 #   PORTS             first and last port of a run, such as 30000-30099 (any)
-# Of the run itself.
-#   RUN_DIR           its directory (WORK/runs/RECIPE)
+# The run itself.
+#   RUN_DIR           run directory (WORK/runs/RECIPE)
 #   RESUME            auto: resumes the run in RUN_DIR, or starts one; 0: starts one; 1: resumes (auto)
-#   STOP_AFTER        time limit, such as 3h50m: the run saves and ends with exit code 75 before it (none)
-#   SETTINGS          further key=value words, as after `megatron-stare train`; so are the script's own arguments
+#   STOP_AFTER        time limit, such as 3h50m: before it, the run saves and ends with exit code 75 (none)
+#   SETTINGS          further key=value settings, as for `megatron-stare train`, like the script's own arguments
 #   PYTHON            Python of this project's environment (.venv/bin/python of this project)
 #   DRY_RUN           1: prints all commands and the resolved configuration, and starts nothing (0)
 

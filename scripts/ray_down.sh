@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Ends Ray on this node, or on several by ssh, with all that runs on it: every Ray of this user there, not of one cluster.
-# Where a ray_up.sh stays (BLOCK=1), end that instead: it may start Ray again.
+# Ends every Ray of this user on this node, or on several nodes by ssh, and all processes that run on it.
+# If a ray_up.sh with BLOCK=1 is running, end that script instead: it may start Ray again.
 #   bash scripts/ray_down.sh
 #   HOSTS="node1 node2" bash scripts/ray_down.sh
-#   HOSTS       nodes to be reached by ssh; empty: this node alone
-#   SSH         how they are reached (ssh -o BatchMode=yes)
+#   HOSTS       nodes to reach by ssh; empty: only this node
+#   SSH         command that reaches them (ssh -o BatchMode=yes)
 #   GRACE_S     seconds that processes have to end before they are killed (16)
-#   PYTHON      of this project's environment (.venv/bin/python of this project)
-#   DRY_RUN     1: prints the commands alone (0)
+#   PYTHON      Python of this project's environment (.venv/bin/python of this project)
+#   DRY_RUN     1: only prints the commands (0)
 set -euo pipefail
 # shellcheck source=scripts/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

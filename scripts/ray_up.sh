@@ -2,25 +2,25 @@
 # Starts Ray on this node, or on several by ssh, for runs that join it: RAY_ADDRESS=HEAD:RAY_PORT.
 #   bash scripts/ray_up.sh                            this node is the head
 #   HEAD=10.0.0.1 bash scripts/ray_up.sh              this node joins that head
-#   HOSTS="node1 node2" bash scripts/ray_up.sh        all of these by ssh, the first as head; ray_down.sh ends them
+#   HOSTS="node1 node2" bash scripts/ray_up.sh        starts all of these by ssh, the first as head
 #   HEAD        address of the head's node; empty: this node is the head
-#   HOSTS       nodes to be reached by ssh, which have this project in the same place; empty: this node alone
-#   SSH         how they are reached (ssh -o BatchMode=yes)
+#   HOSTS       nodes to reach by ssh, with this project at the same path; empty: only this node
+#   SSH         command that reaches them (ssh -o BatchMode=yes)
 #   NODE_IP     address of this node by which the others reach it (Ray's choice)
 #   RAY_PORT    port of the head (6379)
-#   RAY_TMP     folder for Ray's sockets and logs on all nodes, short and local; the head's holds (/tmp/ray-USER_ID/ray:
-#               in /tmp/ray another user of a node could not start Ray, and Ray lets everybody write into its folder)
-#   GPUS CPUS   that Ray counts on this node (what there is)
-#   RESOURCES   further ones as JSON, such as {"fake_gpu": 1}
+#   RAY_TMP     short, local folder for Ray's sockets and logs; the head sets it for all nodes (/tmp/ray-USER_ID/ray:
+#               with /tmp/ray, no other user of a node could start Ray, and everybody could write into the folder)
+#   GPUS CPUS   numbers that Ray may use on this node (all)
+#   RESOURCES   further resources as JSON, such as {"fake_gpu": 1}
 #   OBJECT_STORE_GB    shared memory of this node for objects, 10^9 bytes (Ray's: 30 % of memory)
-#   BLOCK       1: stays until it is told to end, and starts Ray again if Ray dies; for srun and containers (0)
-#   LASTED_S    seconds that a Ray must have run to be started again (60)
-#   WAIT_NODES  of a head: waits until so many nodes have joined, and ends (0: does not wait, but starts)
-#   WAIT_S      limit of that wait, seconds (300)
-#   PYTHON      of this project's environment (.venv/bin/python of this project)
-#   DRY_RUN     1: prints the commands alone (0)
-# Who reaches the head's port can run code on every node: keep it inside the cluster, or set RAY_AUTH_MODE=token and
-# RAY_AUTH_TOKEN_PATH, which Ray reads, alike on all nodes and for the run.
+#   BLOCK       1: runs until it is told to end, and starts Ray again if Ray dies; for srun and containers (0)
+#   LASTED_S    seconds that Ray must have run before BLOCK=1 starts it again (60)
+#   WAIT_NODES  number of nodes: starts nothing, but waits until so many nodes have joined the head (0: starts Ray)
+#   WAIT_S      time limit of this wait, seconds (300)
+#   PYTHON      Python of this project's environment (.venv/bin/python of this project)
+#   DRY_RUN     1: only prints the commands (0)
+# Whoever can reach the head's port can run code on every node: keep the port inside the cluster, or set Ray's variables
+# RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the same values on all nodes and for the run.
 set -euo pipefail
 # shellcheck source=scripts/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
@@ -86,7 +86,7 @@ fi
 if [ "$DRY_RUN" = 0 ] && [ -z "$RAY_TMP" ]; then
     mkdir -m 700 "$private" 2>/dev/null || true
     { [ -d "$private" ] && [ -O "$private" ] && [ ! -L "$private" ]; } ||
-        fail "$private is no folder of your own" "set RAY_TMP to a short, local folder that only you can write to"
+        fail "$private is not a folder of your own" "set RAY_TMP to a short, local folder that only you can write to"
     chmod 700 "$private"
 fi
 if [ "$BLOCK" = 0 ] || [ "$DRY_RUN" = 1 ]; then

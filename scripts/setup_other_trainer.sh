@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
 case "${1:-}" in
 trl | verl | slime) trainer="$1" ;;
 -h | --help) echo "usage: bash scripts/setup_other_trainer.sh trl|verl|slime"; exit 0 ;;
-*) fail "'${1:-}' is no trainer" "bash scripts/setup_other_trainer.sh trl, verl or slime" ;;
+*) fail "'${1:-}' is not a trainer" "bash scripts/setup_other_trainer.sh trl, verl or slime" ;;
 esac
 lock="$ROOT/scripts/$trainer.lock"
 

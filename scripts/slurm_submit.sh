@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# Submits a recipe, or a script of yours, as a Slurm job that starts Ray on its nodes, is requeued at its time limit,
-# and goes on by itself.
+# Submits a recipe, or a script of yours, as a Slurm job. The job starts Ray on its nodes, is requeued at its time
+# limit, and resumes by itself.
 #   bash scripts/slurm_submit.sh short_cot_qwen2.5_math_7b
 #   NODES=16 TIME=24:00:00 PARTITION=h100 bash scripts/slurm_submit.sh short_cot_qwen2.5_32b key=value
 #   bash scripts/slurm_submit.sh my_run.sh key=value
-# All variables of the run (scripts/launch.sh) hold in the job, too.
-#   NODES            of the job; a recipe is laid over them (the recipe's, as `megatron-stare plan` counts them; a
-#                    script's: 2)
-#   GPUS_PER_NODE    asked of Slurm; 0: none are asked for, and nothing is planned (8)
-#   CPUS_PER_NODE    asked of Slurm, for one task a node (all: the nodes are the job's alone)
-#   TIME             limit of one start of the job, as Slurm writes it (24:00:00)
-#   GRACE_S          seconds before that limit at which the run is told to save after its step and end, and the job is
-#                    requeued; longer than a step and a save take, or the step under way is lost (twice what
-#                    `megatron-stare plan` predicts of both, at least 300; a script's: 300)
-#   PARTITION ACCOUNT QOS JOB_NAME RESERVATION    as Slurm has them (Slurm's; JOB_NAME: that of the recipe or script)
-#   SBATCH_ARGS      further words for sbatch, such as --exclude=node7
-#   LOG              file of the job's output, %j is its number (WORK/slurm-%j.log)
-#   RAY_PORT         of the head (6379)
-#   WAIT_S           limit of the nodes' joining, seconds (300)
-#   RUN_DIR          of the run (WORK/runs/RECIPE-JOB); give it to go on with a run of an earlier job
+# The variables of scripts/launch.sh also apply to the job.
+#   NODES            nodes of the job, to which a recipe is adapted (recipe: as many as `megatron-stare plan` counts;
+#                    script: 2)
+#   GPUS_PER_NODE    GPUs to request from Slurm per node; 0: requests none, and plans nothing (8)
+#   CPUS_PER_NODE    CPUs to request from Slurm per node, for one task (all: the job has the nodes to itself)
+#   TIME             time limit of one start of the job, in Slurm's form (24:00:00)
+#   GRACE_S          seconds before that limit at which the run is told to finish its step, save and end, and the job is
+#                    requeued; if a step and a save take longer, the step is lost (recipe: twice the time that
+#                    `megatron-stare plan` predicts for both, at least 300; script: 300)
+#   PARTITION ACCOUNT QOS JOB_NAME RESERVATION    as in Slurm (Slurm's; JOB_NAME: the name of the recipe or script)
+#   SBATCH_ARGS      further arguments for sbatch, such as --exclude=node7
+#   LOG              file for the job's output, %j is the job's number (WORK/slurm-%j.log)
+#   RAY_PORT         port of the head (6379)
+#   WAIT_S           seconds within which all nodes must join (300)
+#   RUN_DIR          run directory (WORK/runs/RECIPE-JOB); set it to resume the run of an earlier job
 #   WORK DRY_RUN     as in scripts/launch.sh; DRY_RUN=1 also prints what the job would do
-# A job that is requeued, here or by Slurm when a node fails, finds its run in RUN_DIR and goes on from the newest
-# checkpoint; where a node failed, run.checkpoint_every says how many steps may be done again. A run that ends by itself
-# ends the job, except where it says by its exit code that it is to be continued (STOP_AFTER, a lost node or cluster), or
-# was killed. A recipe's job is not requeued again where two starts in a row made no checkpoint.
-# scancel --batch --signal=USR1 JOB saves and requeues, --signal=TERM saves and ends. A plain scancel ends Ray as well,
-# and nothing is saved. For preemption, Slurm needs PreemptParameters=send_user_signal and a GraceTime of GRACE_S.
+# A job that is requeued, here or by Slurm when a node fails, resumes its run in RUN_DIR from the newest checkpoint;
+# after a node failed, up to run.checkpoint_every steps are repeated. A run that ends by itself ends the job, unless it
+# was killed, or its exit code says that it should be resumed (STOP_AFTER, a lost node or cluster). The job of a recipe
+# is not requeued if two starts in a row made no checkpoint.
+# scancel --batch --signal=USR1 JOB saves and requeues, --signal=TERM saves and ends. A plain scancel also ends Ray, and
+# saves nothing. For preemption, Slurm needs PreemptParameters=send_user_signal and a GraceTime of GRACE_S.
 set -euo pipefail
 ROOT="${MEGATRON_STARE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}" # Slurm runs a copy of this file
 # shellcheck source=scripts/launch.sh

@@ -619,12 +619,12 @@ def test_the_folder_of_a_users_ray_is_closed_to_others(recorder: Path, head: str
         elsewhere.mkdir()
         started = calls(recorder)
         folder.symlink_to(elsewhere)
-        assert "is no folder of your own" in start().stderr
+        assert "is not a folder of your own" in start().stderr
         folder.unlink()
         if os.getuid() == 0:  # only root can give a folder to another user
             folder.mkdir()
             os.chown(folder, user, user)
-            assert "is no folder of your own" in start().stderr
+            assert "is not a folder of your own" in start().stderr
         assert calls(recorder) == started
     finally:
         folder.unlink() if folder.is_symlink() else shutil.rmtree(folder, ignore_errors=True)
