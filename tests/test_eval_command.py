@@ -483,7 +483,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
-    assert "this folder holds files that are not of an evaluation" in refused(
+    assert "this folder has files that do not belong to an evaluation" in refused(
         capsys, HERE, *ASKED, "--out=out"
     )
     assert (tmp_path / "out/notes.txt").read_text() == "mine"

@@ -43,8 +43,9 @@ CANARY = Path(__file__).with_name("canary.txt")
 LONGEST = 64  # tokens of the canary's longest sequence
 CANARY_SEED = 20261121
 ROUTING = (
-    "of a mixture of experts first suspect routing: each side chooses a token's experts by logits"
-    " that round differently, and moe.routing_replay=true makes the engine's choice the trainer's"
+    "for a mixture of experts, suspect routing first: engine and trainer choose a token's experts"
+    " by logits that round differently; with moe.routing_replay=true, the trainer uses the"
+    " engine's choice"
 )
 
 

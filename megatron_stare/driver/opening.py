@@ -139,7 +139,7 @@ class Inputs:
         here = self.tokenizer.convert_ids_to_tokens([*self.stop_ids])
         return [
             "warning: the chat template ends turns with"
-            f" {self.tokenizer.convert_ids_to_tokens(end)}, and responses go on after it, up to"
+            f" {self.tokenizer.convert_ids_to_tokens(end)}, but responses continue after it until"
             f" {' or '.join(map(str, here))}; to end them there, set eos_token_id to"
             f" {sorted({*self.stop_ids, end})} in generation_config.json"
         ]

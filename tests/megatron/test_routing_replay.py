@@ -243,7 +243,7 @@ def test_a_run_that_disagrees_names_routing_where_it_is_not_replayed(
             said_by_the_watch, 1, Config.model_validate({**tree, "sglang": {"canary_prompts": 0}})
         )[0]
 
-    assert "first suspect routing" in said("moe")
+    assert "suspect routing first" in said("moe")
     for other in (said("moe", routing_replay=True), said("dense")):
         assert "to blame" in other and "routing" not in other
 

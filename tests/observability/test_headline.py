@@ -288,7 +288,7 @@ def test_runs_that_are_the_same_are_called_so(tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["stare, closed", "grpo", "stare, collapsed"]
     assert alike(runs) == [
         "stare, closed and grpo have the same entropy and reward in all 60 steps they share, so"
-        " their lines overlap. The gate of stare, closed was closed."
+        " their lines overlap. The gate of stare, closed was closed throughout."
     ]
     rows = [dict(row) for row in runs[1].metrics]
     rows[40]["reward/mean"] += 1e-9
@@ -298,7 +298,7 @@ def test_runs_that_are_the_same_are_called_so(tmp_path: Path) -> None:
     opened = [dict(row) for row in runs[0].metrics]
     opened[39]["stare/gate"] = 1.0
     opening = RunRecord(**{**vars(runs[0]), "metrics": opened})
-    assert alike([opening, parted])[0].endswith("The gate of stare, closed was closed.")
+    assert alike([opening, parted])[0].endswith("The gate of stare, closed was closed until then.")
     opened[38]["stare/gate"] = 1.0
     assert alike([opening, parted])[0].endswith("so their lines overlap.")
     rows[0]["reward/mean"] += 1e-9

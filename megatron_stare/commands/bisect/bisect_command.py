@@ -31,7 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
         required=True,
         metavar="S",
-        help="step of the checkpoint to begin from",
+        help="step of the checkpoint from which the steps are repeated",
     )
     command.add_argument(
         "--to", dest="last", type=int, required=True, metavar="T", help="last step to repeat"
@@ -72,7 +72,7 @@ def _chosen(causes: str | None) -> Sequence[str]:
     chosen = CAUSES if causes is None else tuple(map(str.strip, causes.split(",")))
     if unknown := [cause for cause in chosen if cause not in CAUSES]:
         raise ConfigError(
-            f"unknown cause {unknown[0]!r}", where="--causes", fix=f"of {', '.join(CAUSES)}"
+            f"unknown cause {unknown[0]!r}", where="--causes", fix=f"use {', '.join(CAUSES)}"
         )
     return chosen
 
@@ -212,8 +212,8 @@ def as_text(found: Explanation) -> str:
     notes += [f"{each.cause} was not changed: {each.why}" for each in found.left_out]
     named = f"named: {found.cause or 'none'}" + (f" ({found.change})" if found.change else "")
     legend = (
-        "figures are medians over the steps; (n): moved by n standard errors of the run's own noise"
-        " from unchanged"
+        "figures are medians over the steps; (n): n standard errors of the run's own noise away"
+        " from the unchanged steps"
     )
     return "\n".join([*table, "", legend, *notes, "", named, found.why])
 

@@ -83,16 +83,16 @@ def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]
     found += _engine(config, kind)
     why = {
         "gate": "the method has no gate",
-        "correction": "the method corrects nothing (algorithm.correction)",
+        "correction": "the method has no correction (algorithm.correction)",
         "staleness": (
-            "only the engine in process can be held back, and nothing is sampled ahead"
-            " (rollout.staleness)"
+            "the run samples nothing ahead (rollout.staleness), and only the in-process engine can"
+            " be made to lag"
         ),
         "layout": (
-            "it has one data rank, micro-batches as small as they can be, and a method that draws"
-            " nothing"
+            "the run has one data rank and the smallest possible micro-batches, and its method"
+            " draws nothing at random"
         ),
-        "engine": "there is no other engine that this one can be held against",
+        "engine": "there is no other engine to compare with",
     }
     named = {change.cause for change in found}
     return found, [LeftOut(cause, why[cause]) for cause in CAUSES if cause not in named]
@@ -203,16 +203,12 @@ def _engine(config: Config, kind: type) -> list[Change]:
     if not issubclass(kind, Engine):
         settings = {"rollout.engine": "local", **dict.fromkeys(OF_SERVERS)}
         return [
-            Change(
-                "engine-local", "engine", "the engine in process in the place of servers", settings
-            )
+            Change("engine-local", "engine", "the in-process engine instead of servers", settings)
         ]
     if kind is not LocalEngine:
         settings = {"rollout.engine": "local"}
         return [
-            Change(
-                "engine-local", "engine", "the engine in process in the place of your own", settings
-            )
+            Change("engine-local", "engine", "the in-process engine instead of your own", settings)
         ]
     responses = config.batch.prompts * config.batch.samples_per_prompt
     fewer = min(config.rollout.max_batch, responses) // 2
@@ -222,7 +218,7 @@ def _engine(config: Config, kind: type) -> list[Change]:
         Change(
             "engine-batch",
             "engine",
-            f"it decodes {fewer} responses at a time",
+            f"the engine decodes {fewer} responses at a time",
             {"rollout.max_batch": fewer},
         )
     ]

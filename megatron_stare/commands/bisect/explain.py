@@ -171,35 +171,34 @@ def explain(
         return Explanation(reproduced, cause, change, why, steps, lines, left_out, medians)
 
     if base.failed:
-        return said(False, None, f"the unchanged steps could not be made again: {base.failed}")
+        return said(False, None, f"the unchanged steps could not be repeated: {base.failed}")
     departs = [figure for figure, far in base.missed.items() if not abs(far) <= FAR]
     reproduced = base.equal == steps or (not exact and not departs)
     broken = next((line for line in others if line.breaks), None)
     if reproduced:
         for cause, what in contradicted.items():
-            why = f"{what}, which its configuration does not allow; the code at hand does the same"
+            why = f"{what}, which the configuration does not allow; the present code does the same"
             return replace(said(True, None, why), cause=cause)
         if broken is not None:
-            why = (
-                f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
-            )
+            why = f"{broken.says}: this must not change the steps, but {_changed(broken)}"
             return said(True, broken, why)
         how = "bit for bit" if base.equal == steps else "within its own noise"
         return said(
             True,
             None,
-            f"the run does what its configuration says: made again, the steps are the record {how}",
+            f"the run did what its configuration says: the repeated steps match the record {how}",
         )
     nearest = max(others, key=lambda line: line.equal, default=None)
     if nearest is not None and nearest.equal > base.equal:
         how = (
-            f"{nearest.equal} of {steps} steps of the record come out bit for bit, and {base.equal}"
-            " without it"
+            f"with it, {nearest.equal} of {steps} steps match the record bit for bit, without it"
+            f" {base.equal}"
         )
         return said(
             False,
             nearest,
-            f"the run did not do what its configuration says: as if {nearest.says}; {how}",
+            "the run did not do what its configuration says; this change matches the record"
+            f" better: {nearest.says} ({how})",
         )
     explaining = [line for line in others if _explains(line, base, departs)]
     if departs and explaining:
@@ -208,19 +207,23 @@ def explain(
         return said(
             False,
             best,
-            f"the run did not do what its configuration says: as if {best.says}, which brings"
-            f" {figures} back",
+            "the run did not do what its configuration says; this change brings back the record's"
+            f" {figures}: {best.says}",
         )
     if broken is not None:
-        why = f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
+        why = f"{broken.says}: this must not change the steps, but {_changed(broken)}"
         return said(False, broken, why)
     figures = f" ({' and '.join(departs)} differ beyond the run's noise)" if departs else ""
     return said(
         False,
         None,
         f"the record cannot be reproduced{figures}, and none of the changes explains it: a cause"
-        " outside of them, such as other code, versions or hardware",
+        " outside of them is likely, such as other code, versions or hardware",
     )
+
+
+def _changed(line: Line) -> str:
+    return f"{', '.join(line.breaks)} changed"
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:

@@ -63,7 +63,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Evaluates the checkpoint and prints the results. Returns the exit code. Raises UserError."""
-    kept = "interrupted; what was answered is kept, and the same command goes on with it"
+    kept = "interrupted; finished responses are kept, and the same command resumes from them"
 
     def evaluate(interruption: Interruption) -> int:
         try:

@@ -96,7 +96,7 @@ class EvaluationFolder:
         if not (self.path / EVALUATION).exists():
             if any(entry.name != ".lock" for entry in self.path.iterdir()):
                 raise UserError(
-                    "this folder holds files that are not of an evaluation",
+                    "this folder has files that do not belong to an evaluation",
                     where=str(self.path),
                     fix="name another --out",
                 )

@@ -130,7 +130,10 @@ def alike(runs: Sequence[RunRecord]) -> list[str]:
             closed = [
                 r.name for r in (other, run) if summary(r.metrics[:before])["gate_on_share"] == 0
             ]
-            why = f" The gate of {' and '.join(closed)} was closed." if closed else ""
+            whose = f"gate{'s' if len(closed) > 1 else ''} of {' and '.join(closed)}"
+            was = f"{'were' if len(closed) > 1 else 'was'} closed"
+            when = "throughout" if same == shared else "until then"
+            why = f" The {whose} {was} {when}." if closed else ""
             names = f"{other.name} and {run.name}"
             found.append(
                 f"{names} have the same entropy and reward {how}, so their lines overlap.{why}"
