@@ -312,8 +312,8 @@ def test_turns_of_a_template_that_end_where_responses_do_not_are_said(
         content = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(content | {"eos_token_id": other}))
     assert rehearsed(capsys, model, chat, limit) == [
-        "warning: the chat template ends turns with <|im_end|>, but responses continue after it until"
-        f" <|endoftext|>; to end them there, set eos_token_id to {sorted([other, end])} in"
+        "warning: the chat template ends turns with <|im_end|>, but responses continue after it"
+        f" until <|endoftext|>; to end them there, set eos_token_id to {sorted([other, end])} in"
         " generation_config.json"
     ]
     assert rehearsed(capsys, model, limit) == []

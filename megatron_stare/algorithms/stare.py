@@ -80,10 +80,15 @@ METRICS = (
     Metric(
         "stare/threshold_plus",
         "nats",
-        "lowest surprisal in L+",
+        "lowest surprisal in L+; with algorithm.rare_below, its surprisal",
         "above entropy/mean; near forecast/critical_surprisal or beyond",
     ),
-    Metric("stare/threshold_minus", "nats", "lowest surprisal in L-", "as stare/threshold_plus"),
+    Metric(
+        "stare/threshold_minus",
+        "nats",
+        "lowest surprisal in L-; with algorithm.rare_below, its surprisal",
+        "as stare/threshold_plus",
+    ),
     *(
         metric
         for name, of, sign in (("plus", "U+", "positive"), ("minus", "U-", "negative"))
@@ -98,7 +103,7 @@ METRICS = (
             Metric(
                 f"stare/threshold_common_{name}",
                 "nats",
-                f"largest surprisal in {of}",
+                f"upper bound of the surprisal in {of}",
                 f"at most stare/threshold_{name}",
             ),
         )

@@ -38,8 +38,8 @@ METRICS = (
     Metric(
         "memory/engines_taken_mb",
         "MB",
-        "what they took again for the weight sync and the next rollout",
-        "as much as they gave back",
+        "10^6 bytes that the servers took again for the weight sync and the next rollout",
+        "as memory/engines_freed_mb",
     ),
 )
 

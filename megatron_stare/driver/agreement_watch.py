@@ -31,8 +31,8 @@ METRICS = (
     Metric(
         "agreement/trend",
         "ratio",
-        "16 bits: median of agreement/mean over the newest agreement.window steps, over that of the"
-        " run's first",
+        "16 bits: median of agreement/mean over the newest agreement.window steps, divided by the"
+        " median over the run's first",
         "below 2 (alert); agreement.trend stops the run",
     ),
 )

@@ -49,9 +49,9 @@ METRICS = (
     Metric(
         "perf/save_s",
         "s",
-        "that training waited for a save since the step before: to begin it, and to complete it"
-        " once it was written",
-        "0 but after a step that is saved; below 0.6 of time/step_s with a save every 20 steps,"
+        "time that training waited for a save since the previous step: to begin the save, and to"
+        " complete it once it was written",
+        "0 except after a step that is saved; with a save every 20 steps below 0.6 of time/step_s,"
         " which is 3 %",
     ),
 )

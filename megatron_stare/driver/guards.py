@@ -36,23 +36,23 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 METRICS = (
     *(
         metric
-        for name, what, key in (
-            ("loss", "loss/policy", "loss"),
-            ("grad_norm", "the largest gradient norm of the step's updates", "grad_norm"),
-            ("agreement", "the mean difference of engine and trainer", "agreement"),
+        for name, what, key, side in (
+            ("loss", "loss/policy", "loss", "away from"),
+            ("grad_norm", "the largest gradient norm of the step's updates", "grad_norm", "above"),
+            ("agreement", "the mean difference of engine and trainer", "agreement", "above"),
         )
         for metric in (
             Metric(
                 f"guard/{name}",
                 "spreads",
-                f"of {what}, its distance from the median of the faults.guards.window steps"
-                " before it",
+                f"distance of {what} from the median of the faults.guards.window steps before",
                 f"below faults.guards.{key}.spreads",
             ),
             Metric(
                 f"guard/{name}_spike",
                 "0 or 1",
-                f"1: {what} is faults.guards.{key}.spreads or more away from that median",
+                f"1: {what} is more than faults.guards.{key}.spreads spreads {side} the median of"
+                " the faults.guards.window steps before",
                 f"0; 1 is an alert, or what faults.guards.{key}.action says",
             ),
         )
@@ -66,20 +66,20 @@ METRICS = (
     Metric(
         "guard/rollbacks",
         "rollbacks",
-        "of the run so far; missing before the first",
-        "few; faults.guards.rollbacks more than that stop the run",
+        "rollbacks of the run so far; missing before the first",
+        "few; more than faults.guards.rollbacks stop the run",
     ),
     Metric(
         "guard/left_out",
         "prompts",
-        "that rollbacks left out of the data so far",
+        "prompts that the run skips after rollbacks so far",
         "a few steps' batches",
     ),
     Metric(
         "update/held",
         "updates",
-        "not taken because their gradient norm was a spike, with faults.guards.grad_norm.action:"
-        " stop or rollback",
+        "updates that were not applied because their gradient norm was a spike, with"
+        " faults.guards.grad_norm.action: stop or rollback",
         "0",
     ),
 )

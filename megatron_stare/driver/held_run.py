@@ -46,8 +46,8 @@ METRICS = (
     Metric(
         "restarts/run",
         "times",
-        "that the run was opened again after a loss, by itself, since it began",
-        "0; each one is a line of restarts.jsonl that says why",
+        "automatic restarts of the run after a loss, since it began",
+        "0; restarts.jsonl has a line with the reason of each",
     ),
 )
 

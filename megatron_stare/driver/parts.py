@@ -41,23 +41,23 @@ INTERRUPTED_S = 20.0
 PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
 HELD = {
     "peak_mb": (
-        "the most that a rank of the trainer held in",
+        "peak memory of the trainer's fullest rank in",
         "below the GPU's size; level over steps",
     ),
     "live_mb": (
         (
-            "without CUDA, tensors of the policy and what autograd kept for backward on the fullest"
-            " rank, of"
+            "without CUDA, tensors of the policy and what autograd keeps for the backward pass on"
+            " the fullest rank, in"
         ),
-        "level over steps; in log_probs and update what plan/ is held against",
+        "level over steps; in log_probs and update, compare with plan/",
     ),
     "device_mb": (
-        "what all processes hold of the fullest GPU at the end of",
+        "memory that all processes together hold on the fullest GPU at the end of",
         "below the GPU's size",
     ),
     "engines_mb": (
-        "what servers on the trainer's devices hold at the end of",
-        "small but in rollout, sync and eval",
+        "memory that servers hold on the trainer's devices at the end of",
+        "small, except in rollout, sync and eval",
     ),
 }
 METRICS = tuple(

@@ -43,17 +43,17 @@ METRICS = (
     Metric(
         "plan/response_tokens",
         "tokens",
-        "mean response that the plan is made for",
-        "near response/length_mean, or set plan.response_tokens; else its seconds are of other"
-        " work",
+        "mean length of responses for which the plan is made",
+        "near response/length_mean; if not, set plan.response_tokens, or the planned seconds are"
+        " for other work",
     ),
     *(
         Metric(
             f"plan/{phase}_s",
             "seconds",
-            f"that `megatron-stare plan` predicts of time/{phase}_s",
-            "within a factor of 1.5; logged where `plan --calibrate` has fitted the phase, of a"
-            " step all of its phases",
+            f"seconds that `megatron-stare plan` predicts for time/{phase}_s",
+            "within a factor of 1.5; logged only if `plan --calibrate` has fitted the phase, or for"
+            " the whole step all phases",
         )
         for phase in PHASES
     ),
@@ -61,11 +61,10 @@ METRICS = (
         Metric(
             f"plan/{phase}_mb",
             "MB",
-            f"10^6 bytes: tensors of the fullest rank that it predicts of the phase {phase}, in"
-            " full micro-batches",
-            f"at least memory/{phase}_live_mb, on GPUs memory/{phase}_peak_mb, and not over twice"
-            " that; of batches below a micro-batch less; performance.keep_graph keeps more in"
-            " log_probs",
+            f"10^6 bytes: tensors of the fullest rank that `megatron-stare plan` predicts for the"
+            f" phase {phase}, with full micro-batches",
+            f"1 to 2 times memory/{phase}_live_mb, on GPUs memory/{phase}_peak_mb; more if batches"
+            " do not fill a micro-batch; performance.keep_graph keeps more in log_probs",
         )
         for phase in MEMORY
     ),

@@ -34,40 +34,42 @@ METRICS = (
     Metric(
         "rollout/retried",
         "requests",
-        "for responses that were lost and asked of another server",
+        "requests for responses that were lost and sent again",
         "0; any is an alert",
     ),
     Metric(
         "rollout/retried_late",
         "requests",
-        "those of them that passed their time limit",
-        "0; raise faults.requests.request_s where responses are longer",
+        "lost requests that exceeded their time limit, among rollout/retried",
+        "0; if responses take longer, raise faults.requests.request_s",
     ),
     Metric(
         "engine/serving",
         "engines",
-        "that may be asked for tokens after the step's weight sync",
+        "engines that can sample after the step's weight sync",
         "all of them",
     ),
     Metric(
         "engine/dead",
         "times",
-        "that an engine was lost since the weight sync before",
+        "losses of an engine since the previous weight sync",
         "0; any is an alert",
     ),
-    Metric("engine/starting", "times", "that one was begun again", "0"),
+    Metric("engine/starting", "times", "restarts of an engine", "0"),
     Metric(
         "engine/dirty",
         "times",
-        "that one came up, or was left with a mixture of weights",
+        "an engine started, or was left with a mixture of weights",
         "0; sglang.colocated: any",
     ),
-    Metric("engine/healthy", "times", "that one came to serve", "0; sglang.colocated: any"),
-    Metric("engine/suspect", "times", "that one lost a request", "0"),
+    Metric(
+        "engine/healthy", "times", "an engine became ready to serve", "0; sglang.colocated: any"
+    ),
+    Metric("engine/suspect", "times", "an engine lost a request", "0"),
     Metric(
         "engine/released",
         "times",
-        "that one gave the memory of its weights back",
+        "an engine released the memory of its weights",
         "0; sglang.colocated: all of them",
     ),
 )

@@ -27,8 +27,8 @@ METRICS = (
     Metric(
         "sampling/rounds",
         "rounds",
-        "of prompts that the step was sampled in",
-        "1 or 2; the most allowed: too few groups differ",
+        "rounds of prompts in which the step's responses were sampled",
+        "1 or 2; at batch.max_rounds, too few groups have different rewards",
     ),
     Metric(
         "sampling/dropped",
@@ -39,13 +39,13 @@ METRICS = (
     Metric(
         "sampling/filled_up",
         "groups",
-        "that teach nothing and were taken all the same, as the rounds gave too few",
+        "groups with equal rewards that were taken because the rounds gave too few other groups",
         "0",
     ),
     Metric(
         "sampling/given_back",
         "groups",
-        "behind the last one taken, whose prompts went back to the stream",
+        "surplus groups after the last one taken, whose prompts went back to the stream",
         "any",
     ),
     Metric(
@@ -57,8 +57,8 @@ METRICS = (
     Metric(
         "sampling/reward_mean",
         "reward",
-        "mean over all groups that were sampled, dropped ones too",
-        "rises; reward/mean is of the groups taken",
+        "mean reward over all sampled groups, including dropped ones",
+        "rises; reward/mean covers only the groups taken",
     ),
 )
 
