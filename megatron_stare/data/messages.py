@@ -164,7 +164,7 @@ def rendered(
                 " the assistant's earlier messages; or use a template that keeps the history",
             )
         if tools and not mask and begin == text(messages[:number], asks=True, tells=False):
-            raise _left_out("tools, of which the chat template does not tell the policy")
+            raise _left_out("tools, which the chat template does not show to the policy")
         _check_turn(message, through[len(begin) :])
         add(len(begin), learnt=False)
         add(len(through), learnt=True)
@@ -186,7 +186,7 @@ def _check_turn(message: Mapping[str, Any], turn: str) -> None:
         said = message.get(key)
         # a template may open the thinking in the generation prompt
         if isinstance(said, str) and not keeps(turn, said.lstrip().removeprefix(_THINK)):
-            raise _left_out(f"a turn of which the chat template leaves out text of {key!r}")
+            raise _left_out(f"a turn whose {key!r} the chat template leaves out")
 
 
 def keeps(rendered: str, said: str) -> bool:
@@ -236,7 +236,7 @@ def conversation(row: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
         raise RowError(f"has {MESSAGES!r} that is not a list of objects", "see docs/sft.md")
     messages = [_message(each) for each in turns]
     if not any(each["role"] == ASSISTANT and each.get(WEIGHT) != 0 for each in messages):
-        raise RowError("has no turn of the assistant that is learnt", "leave the row out")
+        raise RowError("has no assistant turn to learn from", "leave the row out")
     if messages[0]["role"] == ASSISTANT:
         raise RowError("begins with the assistant", "begin it with a user or system message")
     tools = row.get(TOOLS)

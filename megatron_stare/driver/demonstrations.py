@@ -28,7 +28,7 @@ METRICS = (
         "nats",
         "supervised fine-tuning: mean negative log-likelihood of the loss tokens of data.eval_path,"
         " after the step",
-        "falls, then levels; rises again: the policy learns the rows by heart",
+        "falls, then levels; rising again: the policy memorises the rows",
     ),
     Metric("time/held_out_s", "s", "supervised fine-tuning: the loss on held-out rows", "steady"),
     Metric("time/data_s", "s", "supervised fine-tuning: rendering the step's rows", "near 0"),
@@ -46,7 +46,9 @@ def batch_of(prompts: Sequence[Prompt], step: int = 0) -> RolloutBatch:
 
 def _trajectory(prompt: Prompt) -> Trajectory:
     if not isinstance(prompt, Demonstration) or not prompt.response or not prompt.token_ids:
-        raise DataError("a source of demonstrations gave a prompt alone", where=prompt.id)
+        raise DataError(
+            "a source of demonstrations gave a prompt without response", where=prompt.id
+        )
     n = len(prompt.response)
     return Trajectory(
         prompt=prompt,

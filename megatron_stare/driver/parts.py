@@ -151,8 +151,8 @@ class GuardedSteps(Part):
             self._dir.note_rollback(self._state.rollbacks, back)
             where = "its start" if newest is None else "its newest checkpoint"
             self._note(
-                f"{back}: the run rolls back to {where} and leaves the step's {len(back.prompts)}"
-                " prompts out"
+                f"{back}: the run rolls back to {where} and skips the step's {len(back.prompts)}"
+                " prompts"
             )
             raise
 

@@ -662,7 +662,7 @@ def what_now(
     if standing.checkpoint is None:
         kept = "there is no checkpoint yet, so it begins again"
     else:
-        again = "; what came after it is done again" if standing.checkpoint < standing.step else ""
+        again = ", and later steps are repeated" if standing.checkpoint < standing.step else ""
         kept = f"the last checkpoint is of step {standing.checkpoint}{again}"
     asked = standing.from_step
     how = ["--resume"] if asked is None else ["--from-step", str(asked)]

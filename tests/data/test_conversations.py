@@ -180,8 +180,8 @@ PLAIN = (
     ("turn", "tools", "fault"),
     [
         ({**CALL, "content": ""}, None, "a tool call, which the chat template leaves out"),
-        ({**SAY, "reasoning_content": "1+2"}, None, "leaves out text of 'reasoning_content'"),
-        (SAY, [TOOL], "tools, of which the chat template does not tell the policy"),
+        ({**SAY, "reasoning_content": "1+2"}, None, "whose 'reasoning_content' the chat template leaves out"),
+        (SAY, [TOOL], "tools, which the chat template does not show to the policy"),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(turn: Any, tools: Any, fault: str) -> None:
@@ -201,7 +201,7 @@ def test_the_published_templates_lose_nothing() -> None:
     text = "<think>\n1+2\n</think>\n\nIt is 3.<|im_end|>"
     for turn in (thought, apart):
         assert learnt(published("qwen3"), ASK, turn) == text
-    with pytest.raises(RowError, match="leaves out text of 'reasoning_content'"):
+    with pytest.raises(RowError, match="whose 'reasoning_content' the chat template leaves out"):
         rendered([ASK, apart], None, published("qwen2.5"))
     for name in ("qwen2.5", "qwen3"):
         said = learnt(published(name), ASK, CALL, tools=[TOOL])
@@ -300,8 +300,8 @@ def test_a_turn_of_weight_1_is_learnt(tokenizer: Any) -> None:
         ({"prompt": "x"}, "has no column 'messages' (its columns: 'prompt')"),
         ({"messages": "x"}, "'messages' that is not a list of objects"),
         ({"messages": [ASK, {**SAY, "content": "\ud83d"}]}, "has half of a character"),
-        ({"messages": [ASK]}, "has no turn of the assistant"),
-        ({"messages": [ASK, {**SAY, "weight": 0}]}, "no turn of the assistant that is learnt"),
+        ({"messages": [ASK]}, "has no assistant turn"),
+        ({"messages": [ASK, {**SAY, "weight": 0}]}, "no assistant turn to learn from"),
         ({"messages": [SAY]}, "begins with the assistant"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "has the unknown role 'bot'"),
         ({"messages": [ASK, {**SAY, "content": " "}]}, "has an empty turn of the assistant"),

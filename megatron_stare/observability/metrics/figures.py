@@ -265,11 +265,11 @@ def _pass_at_1(run: RunRecord, label: str, accuracy: str, results: str) -> Figur
 
 
 CONTENTS = {
-    "report.html": "figures, curves, responses",
+    "report.html": "figures, curves, samples",
     "metrics.jsonl": "every metric of every step",
     "tensorboard": "the same metrics, for TensorBoard",
     "eval.jsonl": "evaluations on held-out problems",
-    "rollouts": "responses, some with values for every token",
+    "rollouts": "samples, some with values for every token",
     "starts.jsonl": "date, host and commit of every start",
     "checkpoints": "training state, to resume with --resume",
     "hf": "the policy as a Hugging Face folder",

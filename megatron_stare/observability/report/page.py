@@ -52,8 +52,8 @@ _CHARTS = (  # metric, title, unit
     ("perf/tokens_per_s", "Throughput", "tokens a second"),
 )
 _EVALUATED = (
-    ("full_solve", "share of problems, all responses right"),
-    ("distinct_solutions", "right responses that differ, a problem"),
+    ("full_solve", "share of problems with only right responses"),
+    ("distinct_solutions", "distinct right responses a problem"),
     ("length_mean", "tokens a response"),
     ("reflection/backtracking", "words a response"),
 )

@@ -236,8 +236,8 @@ def rollout_verdict(
         )
     if sampled.lowest >= -limits.rounding:
         return (
-            "the sampling support is to blame: the engine finds every sampled token as likely as"
-            " the trainer or likelier, as top-k, top-p or min-p make them"
+            "the sampling support is to blame: the engine gives no sampled token a lower"
+            " probability than the trainer, as with top-k, top-p or min-p"
         )
     if first <= limits.wrong < everywhere:
         return (
