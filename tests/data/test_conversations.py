@@ -180,7 +180,7 @@ PLAIN = (
     ("turn", "tools", "fault"),
     [
         ({**CALL, "content": ""}, None, "a tool call, which the chat template leaves out"),
-        ({**SAY, "reasoning_content": "1+2"}, None, "whose 'reasoning_content' the chat template leaves out"),
+        ({**SAY, "reasoning_content": "1+2"}, None, "a turn whose 'reasoning_content' the chat"),
         (SAY, [TOOL], "tools, which the chat template does not show to the policy"),
     ],
 )

@@ -179,7 +179,7 @@ def test_few_steps_are_not_judged() -> None:
     rows = [{**HELD, "reward/mean": step / 39} for step in range(39)]
     assert headline(run_of(rows)).sentence == (
         "In 39 steps, reward was 0.731 in the last 20 steps, with no evaluation; entropy was 0.110"
-        " in the last 20 steps (target 0.100); the run is too short to judge it."
+        " in the last 20 steps (target 0.100); fewer than 40 steps are too few to judge it."
     )
     assert "in the last 3 steps" in headline(run_of(rows[:3])).sentence
     assert "held" in headline(run_of([*rows, rows[-1]])).sentence
@@ -508,7 +508,7 @@ def test_one_step_is_not_called_steps(tmp_path: Path) -> None:
     said = headline(run_of([row]))
     assert said.sentence == (
         "In 1 step, reward was 0.500 in the only step, with no evaluation; entropy was 0.300 in the"
-        " only step (target 0.100); the run is too short to judge it."
+        " only step (target 0.100); fewer than 40 steps are too few to judge it."
     )
     assert said.remarks[0].startswith("The gate never opened in 1 step because")
     page = write_report([synthetic_run(tmp_path / "run", "held", 1)], tmp_path / "a.html")

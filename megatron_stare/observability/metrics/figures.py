@@ -195,7 +195,7 @@ def _entropy(s: dict[str, float | None]) -> Figure:
     if held is None:
         where += f"; too few steps to judge, fewer than {JUDGED}"
     elif inside and not held:
-        where += f" on average, and in {s['in_band_share'] or 0:.0%} of the steps"
+        where += f" on average, in {s['in_band_share'] or 0:.0%} of the steps"
     tone: Tone = "" if held is None else "good" if held else "warn"
     note = f"nats; {ratio:.2f} × target {short(target)}, {where}"
     return Figure(label, short(value), note, tone)

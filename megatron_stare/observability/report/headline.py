@@ -230,12 +230,15 @@ def _entropy(figures: Figures) -> str:
     steps = figures["steps"] or 0
     aim = f" (target {short(target)})" if target is not None else ""
     if steps < JUDGED:
-        return f"entropy was {short(last)} in {_last(steps)}{aim}; the run is too short to judge it"
+        judged = f"fewer than {JUDGED} steps are too few to judge it"
+        return f"entropy was {short(last)} in {_last(steps)}{aim}; {judged}"
     if last < COLLAPSED * (target or began) and last < _FELL * began:
         of = f"{short(last / target, 2)} × its target {short(target)}" if target else ""
         return f"entropy collapsed to {short(last)} ({of or f'from {short(began)}'})"
     if figures["gate_on_share"] == 0 and target is not None:
         return f"entropy ended at {short(last)}{aim}, and the gate never opened"
+    if target is None and short(began) == short(last):
+        return f"entropy stayed at {short(last)}"
     if target is None:
         return f"entropy went from {short(began)} to {short(last)}"
     if on_target(figures):
