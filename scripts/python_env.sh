@@ -6,6 +6,15 @@ PYTHONS="3.12 3.13 3.11" # in the order they are taken in: the newest megatron-c
 
 fail() { printf 'error: %s\n  fix: %s\n' "$1" "$2" >&2; exit 2; }
 
+# The arguments of a set-up script that is run by itself, not sourced: --help prints its first comment.
+setup_arguments() {
+    case "${1:-}" in
+    '') ;;
+    -h | --help) echo "usage: bash scripts/${0##*/}"; sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0 ;;
+    *) fail "${0##*/} takes no arguments, not '$1'" "bash scripts/${0##*/} --help" ;;
+    esac
+}
+
 # The version of a Python, such as 3.12. Fails where it is none of PYTHONS.
 version_of() {
     local version

@@ -6,6 +6,7 @@ set -euo pipefail
 # images set it; every process, and the tests start hundreds, would then compile this project anew
 unset PYTHONDONTWRITEBYTECODE
 source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
+[ "${BASH_SOURCE[0]}" != "$0" ] || setup_arguments "$@"
 
 build_env() {
     local venv="$1" found

@@ -4,6 +4,7 @@
 # Seconds when nothing has changed. Run it, or source it after setup_env.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
+[ "${BASH_SOURCE[0]}" != "$0" ] || setup_arguments "$@"
 
 build_sglang_env() {
     local venv="$1" found

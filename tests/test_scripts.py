@@ -64,6 +64,25 @@ esac
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_arguments_start_no_set_up(project: Path, script: str) -> None:
+    (project / "bin/sed").symlink_to(str(shutil.which("sed")))
+    command = [str(project / "bin/bash"), str(project / "scripts" / script)]
+    for argument, status in (("--help", 0), ("-h", 0), ("now", 2)):
+        done = subprocess.run(
+            [*command, argument],
+            env={"PATH": str(project / "bin")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        told = done.stderr if status else done.stdout
+        assert ("takes no arguments, not 'now'" if status else "usage: bash scripts/") in told
+        assert SCRIPTS[script][0] in told or status
+    assert not list(project.glob(".venv*"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_without_a_python(project: Path, script: str) -> None:
     variable, _ = SCRIPTS[script]
     code, said = run(project, script)
