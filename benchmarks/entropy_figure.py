@@ -143,7 +143,7 @@ def accuracy_title(found: Sequence[Setting]) -> str:
     """Title of the accuracy panel."""
     words = {each.verdict for each in found}
     if words == {"alike"}:
-        return "Sampled pass@1: no difference is shown"
+        return "Sampled pass@1: no significant difference"
     return f"Sampled pass@1: {'; '.join(f'{e.verdict} ({e.name})' for e in found)}"
 
 

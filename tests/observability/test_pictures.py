@@ -65,7 +65,9 @@ def test_titles_follow_the_figures() -> None:
         "STARE higher",
         "GRPO higher",
     ]
-    assert entropy_figure.accuracy_title([even, even]) == "Sampled pass@1: no difference is shown"
+    assert (
+        entropy_figure.accuracy_title([even, even]) == "Sampled pass@1: no significant difference"
+    )
     named = replace(worse, name="chains")
     assert entropy_figure.accuracy_title([even, named]) == (
         "Sampled pass@1: alike (name, steps); GRPO higher (chains)"
