@@ -118,10 +118,11 @@ large model was trained.**
 
 Each row of the first table sums up one [grid of experiments](#how-it-was-measured) in toy worlds. A
 method is in the column "higher pass@1" if its pass@1 is significantly higher than GRPO's in at
-least half of the grid's experiments. It is in the column "lower pass@1" if its pass@1 is
-significantly lower in at least half of them. The number after a method's name is a mean difference,
-the method's pass@1 minus GRPO's. The first table leaves out methods whose mean difference is
-between -{least} and {least}. The [list of methods](#methods) explains the methods' names.
+least half of the grid's experiments. A method whose pass@1 is significantly lower than GRPO's in at
+least half of the experiments is in the column "lower pass@1". The number after a method's name is a
+mean difference, the method's pass@1 minus GRPO's. The first table leaves out methods whose mean
+difference is between -{least} and {least}. The [list of methods](#methods) explains the methods'
+names.
 """
 CHOOSING = """\
 ## How to choose

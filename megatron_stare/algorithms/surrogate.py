@@ -34,8 +34,8 @@ def clipped_surrogate(
     """Returns the loss -J with J = min(r A, clip(r, 1 - low, 1 + high) A) and r = p / p_old. If a
     token's advantage A is negative, the dual clip keeps the objective J at or above dual * A.
 
-    Sources: PPO, arXiv 1707.06347; separate bounds, DAPO, arXiv 2503.14476; dual clip, arXiv
-    1912.09729.
+    Sources: PPO (arXiv 1707.06347); for separate bounds, DAPO (arXiv 2503.14476); for the dual
+    clip, arXiv 1912.09729.
 
     Args:
         log_prob: [N] with gradient.

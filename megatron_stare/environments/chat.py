@@ -165,9 +165,9 @@ class ChatFormat:
             )
 
     def between(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
-        """Returns the ids [n] and the text of the tokens between two turns of the policy. The
-        tokens between two turns consist of the messages and the opening of the policy's next turn
-        (the template's generation prompt).
+        """Returns the ids [n] and the text of the tokens between two turns of the policy. These
+        tokens are `messages` and the template's generation prompt, which opens the policy's next
+        turn.
 
         If the text of a message contains a special token or a tag of tool calls, a space is
         inserted into the token or tag, so that it loses its special meaning.

@@ -454,8 +454,8 @@ def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
 
 
 def sync_work(run: ResolvedRun, nbytes: Mapping[str, int]) -> Work:
-    """Returns the work of a weight sync. If trainer and servers are colocated, the work includes
-    the trainer's offload to host memory."""
+    """Returns the Work from which a weight sync's time is predicted. If trainer and servers are
+    colocated, the work includes the trainer's offload to host memory."""
     config = run.config
     if not replica_count(config):
         return Work(0.0)

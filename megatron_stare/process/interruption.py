@@ -488,10 +488,10 @@ def makes_steps(grace_s: float | None) -> None:
     """Declares the beginning or the end of the time in which the run makes training steps. The
     session calls `makes_steps` with a number before the first step, and with None after the last
     step. While the run makes training steps, a received signal makes `poll` raise KeyboardInterrupt
-    in only two cases. In the first case, `poll` is called inside an `open_to` context that lists
-    the received signal. In the second case, the received signal is SIGINT, SIGTERM or SIGHUP, and
-    more than `grace_s` seconds have passed since the signal arrived. Between two steps, the session
-    calls `raise_if_received`, which raises KeyboardInterrupt for every received signal.
+    in only two cases. In the first case, `poll` is called inside an `open_to` context to which the
+    received signal was passed. In the second case, the received signal is SIGINT, SIGTERM or
+    SIGHUP, and more than `grace_s` seconds have passed since the signal arrived. Between two steps,
+    the session calls `raise_if_received`, which raises KeyboardInterrupt for every received signal.
 
     Args:
         grace_s: time that the run has after SIGINT, SIGTERM or SIGHUP to end by itself, in seconds.
