@@ -51,8 +51,8 @@ class Narrowed:
 
 def narrow(filters: Iterable[Filter], batch: TokenBatch, known: Statistics) -> Narrowed:
     """Applies the filters in order. If `known` lacks a statistic that a filter needs, `narrow`
-    stops at this filter. The result then contains the filter's requests, and the result's field
-    `complete` is False."""
+    stops at this filter, and the result's field `complete` is False. The result contains the
+    requests of this filter and of all earlier filters."""
     kept, counted = batch, batch.loss_mask
     asked: dict[str, Request] = {}
     for each in filters:

@@ -146,9 +146,8 @@ def names_met(config: Mapping[str, Any]) -> list[str]:
 
 def without_former_defaults(config: Tree) -> Tree:
     """Removes sglang.host and sglang.cache_tokens if the engine has no servers. Each of the two
-    settings is removed only if its value is the default of an earlier release. If the
-    engine has no servers, validation refuses every server setting that differs from the current
-    default.
+    settings is removed only if its value is the default of an earlier release. If the engine has no
+    servers, validation refuses every server setting that differs from the current default.
 
     A user can copy an old run's config.yaml, delete the format number, and start a new run from the
     copy. A file without a format number is not upgraded, and may therefore contain defaults of an

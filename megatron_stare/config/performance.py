@@ -445,8 +445,9 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 def hints(config: Config) -> list[str]:
     """Returns lines for --dry-run. For each setting that is off on this process's device, one line
-    gives the reason and says how to turn the setting on. For each of Megatron's settings in
-    NOT_OFFERED, one line gives the reason why the package does not offer the setting."""
+    gives the reason. If the reason begins with one of `_CHOICES`, the line also says that true
+    turns the setting on. For each of Megatron's settings in NOT_OFFERED, one line gives the reason
+    why the package does not offer the setting."""
     lines = []
     for name, reason in reasons(config).items():
         # for any other reason, `true` is refused on this device or in this run

@@ -46,7 +46,7 @@ def guess_columns(path: str, prompt: str | None = None, answer: str | None = Non
     """Finds the column that contains the prompts and the column that contains the answers. If the
     caller names a column, uses this column. If the caller names no column, tries usual column names
     in order, and takes the first column whose values have the right type. To find and check the
-    columns, the function reads only the first `ROWS` rows of the file.
+    columns, the function looks only at the first `ROWS` rows of the file.
 
     Args:
         path: a file of FORMATS, or the name of a dataset.

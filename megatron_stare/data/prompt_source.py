@@ -164,11 +164,11 @@ class PromptQueue:
     puts prompts back into the queue, and the next `take` yields these prompts first. The queue
     skips the prompts that `leave_out` marked.
 
-    If `give_back` has put prompts back in the queue, the returned state is the source's state just
-    before it first yielded the first of these prompts. After a `restore` of this state, the source
-    yields these prompts again. The state therefore does not need to contain the prompts themselves.
-    If the queue holds no returned prompts (see `give_back`), the queue's state is the source's
-    current state.
+    While the queue holds prompts that `give_back` has put back, the state of the queue is the state
+    that the source had just before the source yielded the first of these prompts. After a `restore`
+    of this state, the source yields these prompts again. The state therefore does not need to
+    contain the prompts themselves. If the queue holds no such prompts, the state of the queue is
+    the current state of the source.
     """
 
     def __init__(self, source: PromptSource) -> None:

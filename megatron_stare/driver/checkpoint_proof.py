@@ -55,7 +55,8 @@ class SelfTest:
     `layout`: text that describes the ranks' layout, threads and devices. A resumed run describes
         its own ranks in the same form, and compares the two descriptions. The resumed run's
         log-probs may differ from the stored log-probs if the descriptions differ, or if `layout`
-        contains the text COMPILED or UNORDERED. Otherwise, the log-probs must be bit-identical.
+        mentions compiled functions (COMPILED) or sums in a varying order (UNORDERED). Otherwise,
+        the log-probs must be bit-identical.
     `sequences`: token ids of the canary.
     `proof`: log-probs, counts and sums that the ranks computed.
     """

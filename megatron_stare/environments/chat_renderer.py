@@ -132,8 +132,8 @@ class ChatRenderer:
         )
 
     def get_stop_token_ids(self) -> list[int]:
-        """Returns the id of the token that ends a turn. Sampling does not use this id, because it
-        stops at the run's own stop tokens."""
+        """Returns the id of the token that ends a turn. Sampling does not use this id, because
+        sampling stops at the run's own stop tokens."""
         return [self._format(None).end]
 
     def bridge_to_next_turn(

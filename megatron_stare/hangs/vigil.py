@@ -77,7 +77,8 @@ class Vigil:
         """Returns the seconds without progress. Does not count the seconds in which the whole
         machine stood still, or the seconds in which the run's processes waited for a CPU. Waiting
         for a CPU reduces the result by at most `STARVED` times the phase's time limit. A run that
-        waits for a CPU even longer is reported as a hang."""
+        makes no progress for long enough is therefore reported as a hang, even if the run waits for
+        a CPU all the time."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
 
 

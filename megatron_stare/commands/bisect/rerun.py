@@ -173,8 +173,9 @@ def run_steps(folder: Path, change: str, last: int) -> None:
 
 
 class _UpTo(Session):
-    """Session that ends after the training of step `last`. The session leaves out all that
-    `Session.steps` does after a step: the check of the guards, the checkpoint and the evaluation.
+    """Session that ends after the training of step `last`. After step `last`, the session leaves
+    out all that `Session.steps` does after a step: the check of the guards, the checkpoint and the
+    evaluation.
 
     The session removes the limits on the difference between the engine's and the trainer's
     log-probs. A change that simulates stale weights makes this difference larger, and a limit could

@@ -107,8 +107,8 @@ def _environment_kept() -> Iterator[None]:
 
 def _beside_any_loop(body: Any) -> None:
     """Calls `body`. If the caller is in the main thread, `body` runs in the main thread, handles
-    signals, and starts a separate thread for the run. If the caller is not in the main
-    thread, `body` runs in a new thread, because an event loop may run in the caller's thread."""
+    signals, and starts a separate thread for the run. If the caller is not in the main thread,
+    `body` runs in a new thread, because an event loop may run in the caller's thread."""
     if threading.current_thread() is threading.main_thread():
         body()
         return

@@ -58,8 +58,9 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Divides each row of x [*, H] by the row's root mean square, and multiplies the result by
-        `weight` [H]. The returned tensor has the shape and the dtype of x."""
+        """Divides each row of x [*, H] by the root of m + `eps`, and multiplies the result by
+        `weight` [H]. The number m is the mean of the squares of the row's elements. The returned
+        tensor has the shape and the dtype of x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         r = (
             torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
