@@ -2,7 +2,7 @@
 # Starts Ray on this node, or on several by ssh, for runs that join it: RAY_ADDRESS=HEAD:RAY_PORT.
 #   bash scripts/ray_up.sh                            this node is the head
 #   HEAD=10.0.0.1 bash scripts/ray_up.sh              this node joins that head
-#   HOSTS="node1 node2" bash scripts/ray_up.sh        starts all of these by ssh, the first as head
+#   HOSTS="node1 node2" bash scripts/ray_up.sh        starts these by ssh, the first as head; ray_down.sh ends them
 #   HEAD        address of the head's node; empty: this node is the head
 #   HOSTS       nodes to reach by ssh, with this project at the same path; empty: only this node
 #   SSH         command that reaches them (ssh -o BatchMode=yes)

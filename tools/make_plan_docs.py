@@ -201,7 +201,7 @@ def _cause(row: Published, step: Step) -> list[str]:
     return [
         "",
         f'The prediction for "{row.name}" is off by more than {CLAIMED:.0%}. NVIDIA did not publish'
-        " whether its run recomputed activations, but NVIDIA's current recipe recomputes them. "
+        " whether its run recomputed activations, but NVIDIA's current recipe recomputes them."
         f" Without recomputation, the predicted step takes {kept.seconds:.1f} s"
         f" ({_off(row.seconds, kept.seconds)} from the published time).",
     ]

@@ -17,8 +17,9 @@ Shape legend of a RolloutBatch:
 
 A version run is a sequence of consecutive tokens of one branch that have the same weight version.
 
-Samples are in canonical order: by prompt cursor, then by sample number. Branches are ordered by
-sample, then by the position of their first token in the response.
+A tensor with one entry per token or version run contains the entries of all branches, one branch
+after another. Samples are in canonical order: by prompt cursor, then by sample number. Branches are
+ordered by sample, then by the position of their first token in the response.
 
 A RankShare holds only the branches of one rank. Shape legend of a RankShare:
     n = number of response tokens in the branches of the rank;

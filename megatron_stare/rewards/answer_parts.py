@@ -216,7 +216,8 @@ def sides(text: str) -> list[str]:
 
 def is_name(text: str) -> bool:
     """Returns True if a side of an equation names a quantity, and False if the side is a value.
-    For example, x, f(x), V_1:V_2 and (x, y) name quantities, and 5, 2x and x+1 are values."""
+    Examples of names are x, f(x), an angle, V_1:V_2 and (x, y). Examples of values are 5, 2x and
+    x+1."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text).strip()
     if text.startswith("(") and text.endswith(")"):
         return all(is_name(part) for part in split(text[1:-1], (",",)))

@@ -86,7 +86,7 @@ def test_a_healthy_run_has_none():
             "3 requests for responses were lost",
             "requests lost",
         ),
-        ({"engine/dead": 2.0}, "engines lost: 2; engines that serve now: 1", "engines lost"),
+        ({"engine/dead": 2.0}, "engine losses: 2; engines that serve now: 1", "engines lost"),
         (
             {"group/degenerate": 0.95},
             "95% of the groups have equal rewards",

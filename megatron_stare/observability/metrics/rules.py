@@ -84,7 +84,7 @@ class Rule:
         has both an alert and an error, the setting `action` determines which of the two applies.
     `metrics`: metrics that show the problem most directly. An alert reports only one metric: among
         the metrics in `metrics`, the metric with the largest value. If `metrics` is empty, the
-        alert reports one of the metrics in `when.metrics` instead.
+        alert reports the metric with the largest value among the metrics in `when.metrics`.
     `guard`: name of the subsection of `faults.guards` that contains the settings of the rule, or ""
         if `faults.guards` has no settings for the rule.
     `flag`: name of a metric that is 1 in every step in which the rule's condition held, or "" if
@@ -241,7 +241,7 @@ _TABLE = (
     Rule(
         "engines lost",
         Above(("engine/dead",)),
-        "engines lost: {engine/dead:.0f}; engines that serve now: {engine/serving:.0f}",
+        "engine losses: {engine/dead:.0f}; engines that serve now: {engine/serving:.0f}",
     ),
     Rule(
         "entropy collapse",

@@ -107,12 +107,12 @@ def _when(spells: Sequence[Alert], holds: bool) -> str:
 
 
 def alike(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns one sentence for each pair of runs whose entropy and reward are equal in the first
-    steps. The sentence states up to which step the entropy and the reward of the two runs are
-    equal. The sentence also says that the two runs' lines overlap in the charts. Two runs can be
-    equal because the gate of one or both runs stayed closed in all steps up to the stated step. In
-    this case, the sentence names each run whose gate stayed closed, and gives the closed gate as
-    the reason."""
+    """Returns one text for each pair of runs whose entropy and reward are equal in the first steps.
+    The text states up to which step the entropy and the reward of the two runs are equal. The text
+    also says that the two runs' lines overlap in the charts. Two runs can be equal because the gate
+    of one or both runs stayed closed. The text therefore names each run whose gate stayed closed in
+    all steps before the stated step. If the runs are equal in all steps that they share, the text
+    names each run whose gate stayed closed in all of these steps."""
     found = []
     for later, run in enumerate(runs):
         for other in runs[:later]:

@@ -126,8 +126,9 @@ class ServerLayout:
         return [tensor]
 
     def elements(self, name: str, sizes: Sequence[int], shape: ModelShape) -> int:
-        """Returns how many elements of a Hugging Face tensor the first rank stores. Every other
-        rank stores the same number of elements, but of different experts.
+        """Returns how many elements of a Hugging Face tensor the first rank stores. The number is 0
+        for a tensor of an expert that only other ranks hold. Summed over all tensors of a model,
+        every rank stores the same number of elements.
 
         Args:
             name: see parts.
