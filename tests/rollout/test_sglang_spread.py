@@ -229,7 +229,7 @@ def test_replicas_and_their_parts_are_those_of_the_run(python: Path) -> None:
             "sglang.nodes",
             "2 ranks of a server cannot be dealt to 3 nodes in equal parts",
         ),
-        ({"device": "cuda"}, "sglang.sync", "which ranks of another node cannot open"),
+        ({"device": "cuda"}, "sglang.sync", "which ranks on another node cannot open"),
         (
             {"urls": ["http://localhost:1"]},
             "sglang.nodes",
