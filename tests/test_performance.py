@@ -344,7 +344,7 @@ def test_a_dry_run_says_what_turns_each_on(
         told = f"# off on this machine: performance.{feature.name}, "
         assert (told in text) == (feature.name != "bias_fusion")
         # without what it needs, `true` is refused
-        turns_on = f"performance.{feature.name}=true turns it on"
+        turns_on = f"performance.{feature.name}=true asks for it"
         assert (turns_on in text) == (feature.name != "bias_fusion" and not missing(feature))
     assert "# activations: a rank keeps about" in text
     assert "# not offered: performance.tp_comm_overlap: Transformer Engine's user buffers" in text

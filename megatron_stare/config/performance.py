@@ -446,12 +446,12 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 def hints(config: Config) -> list[str]:
     """Returns lines for --dry-run. For each setting that is off on this process's device, one line
     gives the reason. If the reason begins with one of `_CHOICES`, the line also says that true
-    turns the setting on. For each of Megatron's settings in NOT_OFFERED, one line gives the reason
+    asks for the setting. For each of Megatron's settings in NOT_OFFERED, one line gives the reason
     why the package does not offer the setting."""
     lines = []
     for name, reason in reasons(config).items():
-        # for any other reason, `true` is refused on this device or in this run
-        how = f"; performance.{name}=true turns it on" if reason.startswith(_CHOICES) else ""
+        # `true` is not refused for these reasons; it may be for another one, which it then names
+        how = f"; performance.{name}=true asks for it" if reason.startswith(_CHOICES) else ""
         lines.append(f"off on this machine: performance.{name}, {reason}{how}")
     return lines + [
         f"not offered: performance.{name}: {reason}" for name, reason in NOT_OFFERED.items()

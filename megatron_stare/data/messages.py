@@ -186,7 +186,7 @@ def _check_turn(message: Mapping[str, Any], turn: str) -> None:
         said = message.get(key)
         # a template may open the thinking in the generation prompt
         if isinstance(said, str) and not keeps(turn, said.lstrip().removeprefix(_THINK)):
-            raise _left_out(f"a turn whose {key!r} the chat template leaves out")
+            raise _left_out(f"a turn whose {key!r} the chat template leaves out or shortens")
 
 
 def keeps(rendered: str, said: str) -> bool:

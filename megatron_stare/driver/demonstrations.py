@@ -47,7 +47,7 @@ def batch_of(prompts: Sequence[Prompt], step: int = 0) -> RolloutBatch:
 def _trajectory(prompt: Prompt) -> Trajectory:
     if not isinstance(prompt, Demonstration) or not prompt.response or not prompt.token_ids:
         raise DataError(
-            "a source of demonstrations gave a prompt without response", where=prompt.id
+            "a source of demonstrations gave a prompt without response or tokens", where=prompt.id
         )
     n = len(prompt.response)
     return Trajectory(
