@@ -113,6 +113,8 @@ def test_rates_time_left_evaluation_and_alerts_are_those_of_the_record(run_dir: 
     found = status_of(run_dir, NOW)
     assert found.steps_per_h == pytest.approx(3600 * 20 / seconds)
     assert found.samples_per_s == pytest.approx(20 * 32 * 8 / seconds)
+    rates = next(line for line in as_text(found).splitlines() if line.startswith("  rates"))
+    assert [each.split()[-1] for each in rates.split(" · ")] == ["steps/h", "tokens/s", "samples/s"]
     tokens = sum(row["perf/tokens_per_s"] * row["time/step_s"] for row in rows)
     assert found.tokens_per_s == pytest.approx(tokens / seconds)
     assert found.left_s == pytest.approx(200 * seconds / 20, rel=0.01)
