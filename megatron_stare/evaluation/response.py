@@ -39,6 +39,8 @@ class Response:
     `tokens`: length of the response, including the stop token and the environment's tokens.
     `answer`: the answer in the verifier's normal form. `answer` is "" if the response has no
         answer, and None if the verifier does not return answers.
+    `calls`: tool calls, as in Trajectory, but without the time that each took. Two evaluations with
+        the same responses therefore have equal records.
     """
 
     prompt: int
@@ -49,6 +51,7 @@ class Response:
     reward: float | None
     status: RewardStatus
     answer: str | None = None
+    calls: Sequence[Mapping[str, Any]] = ()
 
     @property
     def right(self) -> bool:
@@ -67,6 +70,10 @@ class Response:
             reward=trajectory.reward,
             status=trajectory.reward_status,
             answer=trajectory.answer,
+            calls=[
+                {key: value for key, value in call.items() if key != "seconds"}
+                for call in trajectory.calls
+            ],
         )
 
     def record(self) -> dict[str, Any]:
@@ -76,7 +83,8 @@ class Response:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Response:
         """Builds a response from a dict that `record` returned. Ignores unknown keys. Raises
-        KeyError if a key is missing."""
+        KeyError if a key is missing, except for `calls`, which older files lack."""
+        record = {"calls": (), **record}
         return cls(**{each.name: record[each.name] for each in dataclasses.fields(cls)})
 
 

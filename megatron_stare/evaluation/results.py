@@ -23,6 +23,8 @@ _BESIDE = (  # key of the record, its label, its number format
     ("distinct_solutions", "distinct right solutions", ".2f"),
     ("length_mean", "tokens a response", ",.1f"),
     ("truncated", "cut off at the limit", ".3f"),
+    ("tool_calls", "tool calls a response", ".2f"),
+    ("tool_calls_failed", "failed tool calls, share", ".3f"),
 )
 
 
@@ -109,6 +111,19 @@ def results_of(
         "reflection": {
             category: fmean(count[category] for count in counts) for category in BEHAVIOURS
         },
+        **_of_calls(responses),
+    }
+
+
+def _of_calls(responses: Sequence[Response]) -> dict[str, float]:
+    """Returns the figures of the responses' tool calls. Returns {} if there are no calls, because a
+    task without tools has no such figures."""
+    calls = [call for response in responses for call in response.calls]
+    if not calls:
+        return {}
+    return {
+        "tool_calls": len(calls) / len(responses),
+        "tool_calls_failed": fmean(call["failed"] for call in calls),
     }
 
 
@@ -133,6 +148,7 @@ def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
         "distinct_solutions": answered.solutions,
         "length_mean": fmean(response.tokens for response in answered.responses),
         "truncated": sum(response.finish_reason == "length" for response in answered.responses),
+        **_of_calls(answered.responses),
     }
 
 

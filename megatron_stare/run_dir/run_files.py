@@ -28,7 +28,15 @@ ROLLOUTS_DIR = "rollouts"
 TENSORBOARD_DIR = "tensorboard"
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"  # held by the driver while it lives
-_FIGURES = ("full_solve", "length_mean", "truncated", "distinct_answers", "distinct_solutions")
+_FIGURES = (
+    "full_solve",
+    "length_mean",
+    "truncated",
+    "distinct_answers",
+    "distinct_solutions",
+    "tool_calls",
+    "tool_calls_failed",
+)
 STARTS_FILE = "starts.jsonl"  # time, place and commit of every start and resume
 
 

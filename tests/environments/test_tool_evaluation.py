@@ -95,6 +95,12 @@ def test_an_evaluation_calls_tools_and_is_the_same_after_a_kill_in_a_call(
     # answers of the tools are the environment's, and are counted but are not what the policy said
     assert any("<tool_call>" in row["text"] for row in rows)
     assert not any("<tool_response>" in row["text"] for row in rows)
+    of_calls = [call for row in rows if not row["greedy"] for call in row["calls"]]
+    sampled = sum(not row["greedy"] for row in rows)
+    assert record["tool_calls"] == len(of_calls) / sampled
+    assert record["tool_calls_failed"] == sum(call["failed"] for call in of_calls) / len(of_calls)
+    assert all(call.keys() >= {"turn", "name", "asked", "answer", "failed"} for call in of_calls)
+    assert sum(len(row["calls"]) for row in rows) >= calls.total()  # some ran nothing
     assert record["decoding"] == {
         "samples": 2,
         "temperature": 1.0,

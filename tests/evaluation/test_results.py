@@ -3,6 +3,8 @@ numbers by hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_stare.evaluation.estimates import wilson_interval
@@ -10,6 +12,7 @@ from megatron_stare.evaluation.response import Response, answer_classes
 from megatron_stare.evaluation.results import Answered, default_ks, problem_row, results_of, table
 from megatron_stare.records.words import BEHAVIOURS, reflection_counts
 from megatron_stare.rewards.verifier import VERIFIERS, make_verifier, normal_answer_of
+from megatron_stare.run_dir.run_files import evaluation_figures
 
 
 def response(
@@ -167,6 +170,25 @@ def test_the_figures_of_three_problems() -> None:
         "backtracking": pytest.approx(1 / 12),
         "alternatives": 0,
     }
+
+
+def test_calls_of_tools_are_counted_where_there_are_any() -> None:
+    called = [
+        replace(response("3", True), calls=[{"failed": failed} for failed in each])
+        for each in ((), (False, True), (False,), (False,))
+    ]
+    found = results_of([Answered(called, None)], [0], [1])
+    assert (found["tool_calls"], found["tool_calls_failed"]) == (1.0, 0.25)
+    assert problem_row(Answered(called[:2], None), [1])["tool_calls"] == 1.0
+    record = {**found, "problems": 1, "decoding": {"samples": 4}, "failures": 0}
+    assert "tool calls a response" in table({"own": record})
+    assert evaluation_figures(found)["tool_calls_failed"] == 0.25
+    assert not {"tool_calls", "tool_calls_failed"} & results_of(FOUR, [0, 1, 2], [1]).keys()
+
+
+def test_a_file_without_calls_is_read() -> None:
+    before = response("3", True).record()
+    assert before.pop("calls") == () and Response.read(before) == response("3", True)
 
 
 def test_without_answers_there_is_no_majority() -> None:
