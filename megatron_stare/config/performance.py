@@ -445,9 +445,9 @@ def check_device_performance(performance: PerformanceConfig) -> None:
 
 def hints(config: Config) -> list[str]:
     """Returns lines for --dry-run. For each setting that is off on this process's device, one line
-    gives the reason. If the reason begins with one of `_CHOICES`, the line also says that true
-    asks for the setting. For each of Megatron's settings in NOT_OFFERED, one line gives the reason
-    why the package does not offer the setting."""
+    gives the reason. If the reason begins with one of `_CHOICES`, the line also suggests the value
+    true. For each of Megatron's settings in NOT_OFFERED, one line gives the reason why the package
+    does not offer the setting."""
     lines = []
     for name, reason in reasons(config).items():
         # `true` is not refused for these reasons; it may be for another one, which it then names

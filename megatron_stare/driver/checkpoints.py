@@ -135,11 +135,12 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Context manager that completes a checkpoint while the caller does not call the ranks, for
-        example during a rollout or an evaluation. Inside the `with` block, a thread asks the ranks
-        every LOOK_S seconds whether the ranks have finished writing their parts of a checkpoint.
-        When all ranks have finished, the thread completes the checkpoint. If the run loses a
-        process later in the block, the run can resume from the completed checkpoint.
+        """Context manager that completes a checkpoint in a time in which the caller makes no calls
+        to the ranks, for example during a rollout or an evaluation. Inside the `with` block, a
+        thread asks the ranks every LOOK_S seconds whether the ranks have finished writing their
+        parts of a checkpoint. When all ranks have finished, the thread completes the checkpoint. If
+        the run loses a process later in the block, the run can resume from the completed
+        checkpoint.
 
         Completing the checkpoint in the caller's own thread would block the event loop of this
         thread, and calls to servers and tools would exceed their time limits. With the inline

@@ -175,9 +175,9 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
 
 def _calibrated(step: Step, of: Coefficients) -> set[str]:
     """Returns the names of the phases whose rates a calibration has fitted (see RATES). The name
-    "step" stands for the whole step. It is also returned if a calibration has fitted `fixed_s`, and
-    has fitted the rate of every phase whose predicted time is above 0. Rates that are only assumed
-    can be wrong by a factor of a hundred, especially on CPUs."""
+    "step" stands for the whole step. This name is also returned if a calibration has fitted two
+    things: `fixed_s`, and the rate of every phase with a predicted time above 0. Rates that are
+    only assumed can be wrong by a factor of a hundred, especially on CPUs."""
     fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}

@@ -321,8 +321,8 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
 
 
 def _divisor(gpus: int, most: int) -> int:
-    """Divides GPUs into as few equal parts as possible, and returns the number of parts. `gpus` is
-    the number of GPUs. `most` is the largest number of GPUs that a part may have."""
+    """Divides `gpus` GPUs into equal parts of at most `most` GPUs, and returns the smallest
+    possible number of parts."""
     return next(
         parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1)
     )

@@ -1,5 +1,5 @@
-"""Compares predicted with measured values in a run's metrics, for the command `status` and the
-report. Needs no torch."""
+"""Compares the predicted values in a run's metrics with the measured values, for the command
+`status` and the report. Needs no torch."""
 
 from __future__ import annotations
 

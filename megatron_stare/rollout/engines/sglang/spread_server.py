@@ -87,8 +87,8 @@ class SpreadServer(ServerProcess):
 
     def _fall(self, how: str) -> None:
         """Records how the server ended. Keeps only the first report. When one process of the server
-        ends, the other processes end as well, so later reports would name processes that are not
-        the cause."""
+        ends, the other processes end because of it. Only the first report names the process that
+        caused the end."""
         if not self._closing.is_set():
             self._fallen = self._fallen or how
 
